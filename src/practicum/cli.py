@@ -1,0 +1,136 @@
+"""The command line: `practicum demo | train | explain`. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from practicum.errors import PracticumError, WorkerError
+
+if TYPE_CHECKING:
+    from practicum.config import Config
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Reinforcement-learning post-training for language models, from a laptop to a Ray cluster.",
+    pretty_exceptions_enable=False,
+)
+
+ConfigFile = Annotated[Path, typer.Argument(help="A YAML config.", metavar="CONFIG")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Overrides such as actor.lr=5e-7.", metavar="[KEY=VALUE]...")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+USER_ERROR, WORKER_ERROR = 2, 1
+
+
+@app.command()
+def demo(
+    overrides: Overrides = None,
+    folder: Annotated[Path, typer.Option(help="Where the demo puts its files.")] = Path("runs/demo"),
+    debug: Debug = False,
+) -> None:
+    """Two minutes, no GPU: a tiny mixture-of-experts model learns to add."""
+    with _errors_as_messages(debug):
+        from rich.console import Console
+
+        from practicum.demo.run import prepare, start_afresh
+
+        console = Console()
+        resuming = any(override.strip() == "resume=auto" for override in overrides or [])
+        if not resuming:
+            start_afresh(folder)
+        with console.status("making a tiny model and warming it up on worked examples") as status:
+
+            def on_step(step: int, num_steps: int, loss: float) -> None:
+                status.update(f"supervised warm-up: step {step}/{num_steps}, loss {loss:.2f}")
+
+            config = prepare(folder, overrides or [], on_step)
+        console.print(
+            f"A tiny Qwen3-MoE, warmed up on worked sums, is in {config.model.path}. Now it practises (GRPO)."
+        )
+        _run(config, console, title="Practicum demo: a tiny mixture of experts learns to add")
+
+
+@app.command()
+def train(config_file: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Train a model as the config says. `resume=auto` continues a run where it stopped."""
+    with _errors_as_messages(debug):
+        from rich.console import Console
+
+        from practicum.config import Config
+
+        config = Config.load(config_file, overrides or [])
+        _run(config, Console(), title=f"Practicum: {config.trainer.run_dir}")
+
+
+@app.command()
+def explain(config_file: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Print the resolved config, the placement, the batch algebra and a memory estimate. Starts nothing."""
+    with _errors_as_messages(debug):
+        from practicum.config import Config
+        from practicum.loop.explain import explanation
+
+        typer.echo(explanation(Config.load(config_file, overrides or [])))
+
+
+def _run(config: Config, console: Any, title: str) -> None:
+    from practicum.loop.progress import Progress, print_ending
+    from practicum.loop.report import write_report
+    from practicum.loop.summary import write_summary
+    from practicum.loop.trainer import Trainer
+
+    trainer = Trainer(config)
+    if trainer.num_dropped_prompts:
+        console.print(
+            f"left out {trainer.num_dropped_prompts} prompts longer than {config.data.max_prompt_tokens} tokens"
+        )
+    with Progress(console) as progress:
+        for step in trainer.steps():
+            progress.show(step)
+    run_dir = Path(config.trainer.run_dir)
+    summary = write_summary(run_dir)
+    report = write_report(run_dir, summary, title)
+    print_ending(console, run_dir, summary, report)
+
+
+@contextmanager
+def _errors_as_messages(debug: bool) -> Iterator[None]:
+    """An error made on purpose is a paragraph and an exit code; anything else is a bug and keeps its traceback."""
+    signal.signal(signal.SIGTERM, _terminated)  # so that `finally` blocks run and no worker is left behind
+    try:
+        yield
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        _fail("interrupted. Continue with resume=auto.", 130)
+    except PracticumError as error:
+        if debug:
+            raise
+        cause = error.cause if isinstance(error, WorkerError) else error
+        if isinstance(cause, PracticumError):
+            _fail(str(cause), USER_ERROR)
+        _fail(f"{error}\nRun again with --debug for the traceback.", WORKER_ERROR)
+
+
+def _terminated(number: int, frame: object) -> NoReturn:
+    sys.exit(128 + number)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forked after use, it would warn and may deadlock
+    app()

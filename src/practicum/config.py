@@ -1,0 +1,305 @@
+"""The one config tree: typed, frozen, unknown keys refused. A YAML file plus dotted `key=value` overrides.
+
+`Config.load("train.yaml", ["actor.lr=5e-7"])` is what the command line does. Paths are relative to the current folder.
+Ranges stand in the types, derived values are properties, rules across sections are checked in `Config._cross_check`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from practicum.errors import ConfigError
+from practicum.types import SamplingParams
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class ModelConfig(Section):
+    path: str = Field(min_length=1)
+    """A local folder with a transformers model and its tokenizer, or a hub name."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What forward passes compute in, in rollout and training alike. Master weights are always float32."""
+
+
+class DataConfig(Section):
+    train: str = Field(min_length=1)
+    """A .jsonl or .parquet file of prompts."""
+    validation: str | None = None
+    """The same, for held-out prompts. Without it nothing is validated."""
+    prompts_per_step: int = Field(default=32, ge=1)
+    prompt_key: str = "prompt"
+    """Field with the question: a string, or a list of {role, content} messages."""
+    answer_key: str = "answer"
+    """Field with the ground truth."""
+    max_prompt_tokens: int = Field(default=512, ge=1)
+    overlong: Literal["drop", "error"] = "drop"
+    """What to do with longer prompts: drop and count them, or stop with an error that names the first."""
+
+
+class RolloutConfig(Section):
+    engine: Literal["hf"] = "hf"
+    """hf: transformers' own generate."""
+    answers_per_prompt: int = Field(default=8, ge=1)
+    max_new_tokens: int = Field(default=256, ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    """0 filters nothing."""
+    max_batch: int = Field(default=512, ge=1)
+    """Answers one worker writes at a time."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            self.max_new_tokens, self.temperature, self.top_p, self.top_k, num_answers=self.answers_per_prompt
+        )
+
+
+class ValidationConfig(Section):
+    every: int = Field(default=0, ge=0)
+    """Steps between validations; 0 validates only before the first and after the last step."""
+    temperature: float = Field(default=1.0, ge=0)
+    """0 is greedy."""
+    answers_per_prompt: int = Field(default=1, ge=1)
+    max_prompts: int | None = Field(default=None, ge=1)
+    """Use only the first so many held-out prompts. None uses all."""
+
+
+class RewardConfig(Section):
+    grader: str | None = None
+    """Name of a built-in grader."""
+    function: str | None = None
+    """A function of yours: path/to/file.py:name or package.module:name."""
+    timeout_s: float = Field(default=10.0, gt=0)
+    """A sample that takes longer to grade gets the status `timeout`."""
+    max_failure_share: float = Field(default=0.1, ge=0, lt=1)
+    """Samples that could not be graded are left out of the step; a larger share of them stops the run."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.grader is None) == (self.function is None):
+            raise ValueError("set exactly one of reward.grader and reward.function")
+        return self
+
+
+class ActorConfig(Section):
+    lr: float = Field(default=1e-6, gt=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls over the run, to zero at its end."""
+    warmup_steps: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.28, gt=0)
+    """The ratio new/old probability is clipped to [1 - clip_low, 1 + clip_high]."""
+    mini_batches: int = Field(default=1, ge=1)
+    """Optimizer updates per step; the prompts of a step are divided evenly among them."""
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+    """Tokens in one forward and backward pass on one worker. Changes memory, never the gradient."""
+    gradient_checkpointing: bool = False
+
+
+class AlgorithmConfig(Section):
+    name: Literal["grpo"] = "grpo"
+
+
+class TrainerConfig(Section):
+    steps: int = Field(default=100, ge=1)
+    num_workers: int = Field(default=1, ge=1)
+    """Processes that hold the model, sharded over them; each writes its share of the answers."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads_per_worker: int | None = Field(default=None, ge=1)
+    """CPU threads of each worker. None divides the machine's cores evenly."""
+    seed: int = Field(default=0, ge=0)
+    run_dir: str = Field(default="runs/latest", min_length=1)
+    checkpoint_every: int = Field(default=0, ge=0)
+    """Steps between checkpoints; 0 writes one only after the last step."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    log_answers_every: int = Field(default=10, ge=1)
+    """Steps between files of sampled answers in the run folder."""
+
+
+class ControllerConfig(Section):
+    backend: Literal["ray", "local"] = "ray"
+    """local runs the one worker inside this process, for a debugger."""
+    address: str | None = None
+    """Address of a running Ray cluster. None starts Ray on this machine for the run."""
+    start_timeout_s: float = Field(default=300.0, gt=0)
+    call_timeout_s: float = Field(default=1800.0, gt=0)
+
+
+class Config(Section):
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig
+    rollout: RolloutConfig = RolloutConfig()
+    validation: ValidationConfig = ValidationConfig()
+    actor: ActorConfig = ActorConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    controller: ControllerConfig = ControllerConfig()
+    resume: Literal["never", "auto"] = "never"
+    """auto continues from the newest checkpoint in the run folder; never refuses a folder that holds a run."""
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:
+        """Read a YAML file, apply `key=value` overrides in order, check everything."""
+        path = Path(path)
+        try:
+            tree = yaml.safe_load(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"config file {path} cannot be read: {error.strerror or error}.") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"config file {path} is not valid YAML: {error}") from error
+        if tree is None:
+            tree = {}
+        if not isinstance(tree, dict):
+            raise ConfigError(f"config file {path} holds a {type(tree).__name__}; expected sections such as 'model:'.")
+        return cls.from_tree(tree, overrides, source=str(path))
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "config") -> Self:
+        """The same from a nested mapping."""
+        merged = _with_overrides(tree, overrides)
+        try:
+            return cls.model_validate(merged)
+        except ValidationError as error:
+            raise ConfigError(_describe(error, source)) from None
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.data.prompts_per_step * self.rollout.answers_per_prompt
+
+    @property
+    def samples_per_update(self) -> int:
+        return self.samples_per_step // self.actor.mini_batches
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def validation_sampling(self) -> SamplingParams:
+        return SamplingParams(
+            self.rollout.max_new_tokens,
+            self.validation.temperature,
+            num_answers=self.validation.answers_per_prompt,
+        )
+
+    def batch_algebra(self) -> str:
+        """The numbers of one step, as a person would write them down."""
+        prompts, answers, updates = self.data.prompts_per_step, self.rollout.answers_per_prompt, self.actor.mini_batches
+        workers, budget = self.trainer.num_workers, self.actor.micro_batch_tokens
+        most_tokens = -(-self.samples_per_update // workers) * self.max_sequence_tokens
+        return (
+            f"{prompts} prompts x {answers} answers = {prompts * answers} samples a step; "
+            f"/ {updates} mini-batch{'es' if updates > 1 else ''} = {prompts * answers / updates:g} samples an update; "
+            f"/ {workers} worker{'s' if workers > 1 else ''} = {prompts * answers / updates / workers:g} samples each, "
+            f"at most {most_tokens:,} tokens in micro-batches of {budget:,}"
+        )
+
+    @model_validator(mode="after")
+    def _cross_check(self) -> Self:
+        if self.algorithm.name == "grpo" and self.rollout.answers_per_prompt < 2:
+            raise ValueError(
+                "algorithm.name=grpo compares the answers to one prompt with each other: "
+                f"rollout.answers_per_prompt={self.rollout.answers_per_prompt} must be at least 2"
+            )
+        if self.data.prompts_per_step % self.actor.mini_batches:
+            raise ValueError(
+                f"data.prompts_per_step={self.data.prompts_per_step} must be a multiple of "
+                f"actor.mini_batches={self.actor.mini_batches} ({self.batch_algebra()})"
+            )
+        if self.data.prompts_per_step < self.trainer.num_workers or self.samples_per_update < self.trainer.num_workers:
+            raise ValueError(
+                f"trainer.num_workers={self.trainer.num_workers} workers would not all have a prompt and a sample: "
+                f"raise data.prompts_per_step or lower actor.mini_batches ({self.batch_algebra()})"
+            )
+        if self.actor.micro_batch_tokens < self.max_sequence_tokens:
+            raise ValueError(
+                f"actor.micro_batch_tokens={self.actor.micro_batch_tokens} cannot hold the longest sequence, "
+                f"data.max_prompt_tokens + rollout.max_new_tokens = {self.data.max_prompt_tokens} + "
+                f"{self.rollout.max_new_tokens} = {self.max_sequence_tokens} tokens"
+            )
+        if self.controller.backend == "local" and self.trainer.num_workers != 1:
+            raise ValueError(
+                f"controller.backend=local runs one worker in this process, not {self.trainer.num_workers}: "
+                "set trainer.num_workers=1 or controller.backend=ray"
+            )
+        if self.validation.every and self.data.validation is None:
+            raise ValueError(f"validation.every={self.validation.every} needs data.validation, a file of prompts")
+        return self
+
+
+def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Every dotted path of the tree, sections included."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from known_keys(field.annotation, f"{prefix}{name}.")
+
+
+def _with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    merged = _copied(tree)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"override {override!r} is not of the form key=value, such as actor.lr=5e-7.")
+        *sections, leaf = key.split(".")
+        node = merged
+        for section in sections:
+            child = node.setdefault(section, {})
+            if not isinstance(child, dict):
+                raise ConfigError(f"override {override!r}: {section!r} is a value, not a section.{_nearest(key)}")
+            node = child
+        try:
+            node[leaf] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
+    return merged
+
+
+def _copied(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+
+
+def _describe(error: ValidationError, source: str) -> str:
+    lines = []
+    for detail in error.errors():
+        path = ".".join(str(part) for part in detail["loc"])
+        if detail["type"] == "extra_forbidden":
+            lines.append(f"unknown key {path!r}.{_nearest(path)}")
+        elif detail["type"] == "missing":
+            lines.append(f"{path} is missing and has no default.")
+        elif detail["type"] == "value_error":
+            lines.append(f"{detail['ctx']['error']}.")
+        else:
+            allowed = detail["msg"].removeprefix("Input ").replace("Input ", "")
+            lines.append(f"{path} = {detail['input']!r}: {allowed}.")
+    joined = lines[0] if len(lines) == 1 else "\n".join(["", *(f"  - {line}" for line in lines)])
+    return f"{source}: {joined}"
+
+
+def _nearest(path: str) -> str:
+    """` Did you mean …?` with the known key most like this one, judged by its last part first."""
+    keys = list(known_keys())
+    section, _, leaf = path.rpartition(".")
+    siblings = [key for key in keys if key.rpartition(".")[0] == section]
+    near = difflib.get_close_matches(path, siblings, n=1, cutoff=0.6) or difflib.get_close_matches(path, keys, n=1)
+    if not near:
+        elsewhere = [key for key in keys if key.rpartition(".")[2] == leaf]
+        near = elsewhere or difflib.get_close_matches(leaf, [k.rpartition(".")[2] for k in keys], n=1)
+    if near:
+        return f" Did you mean {near[0]!r}?"
+    return f" Known here: {', '.join(siblings)}." if siblings else ""

@@ -1,0 +1,79 @@
+"""The one place that knows whether workers are Ray actors or live in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, TypeVar
+
+from practicum.controller.cluster import ray_cluster
+from practicum.controller.group import WorkerGroup
+from practicum.controller.local import LocalWorkerGroup
+from practicum.controller.pool import RayResourcePool
+from practicum.controller.ray_group import RayWorkerGroup
+from practicum.controller.worker import RayClassWithInitArgs, Worker
+
+W = TypeVar("W", bound=Worker)
+
+
+class Controller:
+    """Opens groups on one pool and ends them all together. `pool` is None for the in-process twin."""
+
+    def __init__(self, pool: RayResourcePool | None, start_timeout_s: float, call_timeout_s: float) -> None:
+        self._pool = pool
+        self._start_timeout_s = start_timeout_s
+        self._call_timeout_s = call_timeout_s
+        self._groups: list[WorkerGroup[Worker]] = []
+
+    def group(self, packed: RayClassWithInitArgs[W], *, name: str, use_gpu: bool | None = None) -> WorkerGroup[W]:
+        """`use_gpu=False` keeps a group off the pool's accelerators; None takes a share where the pool has them."""
+        group: WorkerGroup[W]
+        if self._pool is None:
+            group = LocalWorkerGroup(packed, name=name, timeout_s=self._call_timeout_s)
+        else:
+            group = RayWorkerGroup(
+                self._pool,
+                packed,
+                name=name,
+                use_gpu=use_gpu,
+                start_timeout_s=self._start_timeout_s,
+                timeout_s=self._call_timeout_s,
+            )
+        self._groups.append(group)  # type: ignore[arg-type]
+        return group
+
+    def shutdown(self) -> None:
+        while self._groups:
+            self._groups.pop().shutdown()
+
+
+@contextmanager
+def open_controller(
+    backend: Literal["ray", "local"],
+    *,
+    num_workers: int,
+    use_gpu: bool,
+    max_colocate_count: int,
+    address: str | None = None,
+    start_timeout_s: float = 120.0,
+    call_timeout_s: float = 600.0,
+) -> Iterator[Controller]:
+    """A controller for the time of a `with` block; its groups, pool and, if it started one, Ray end with the block."""
+    if backend == "local":
+        controller = Controller(None, start_timeout_s, call_timeout_s)
+        try:
+            yield controller
+        finally:
+            controller.shutdown()
+        return
+    with (
+        ray_cluster(address),
+        RayResourcePool(
+            [num_workers], use_gpu=use_gpu, max_colocate_count=max_colocate_count, timeout_s=start_timeout_s
+        ) as pool,
+    ):
+        controller = Controller(pool, start_timeout_s, call_timeout_s)
+        try:
+            yield controller
+        finally:
+            controller.shutdown()

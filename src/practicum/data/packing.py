@@ -1,0 +1,122 @@
+"""From samples of many lengths to micro-batches of few, full rows.
+
+    plan_micro_batches   which samples go into which micro-batch of which rank: balanced, the same number for each rank
+    pack                 one micro-batch: samples laid end to end in rows, with positions that restart at each sample
+
+Attention keeps the samples of a row apart by the restarting positions. Padding exists only here, at the end of rows.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from practicum.types import TrainingSample
+
+
+def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+    """Indices by rank and micro-batch: the fewest for which no packed one exceeds `max_tokens`, tokens spread evenly.
+
+    Every rank gets the same number of micro-batches, since collectives inside them must pair up; when the samples
+    do not go round, the last ones are empty.
+    """
+    if max(lengths) > max_tokens:
+        raise ValueError(f"a sequence of {max(lengths)} tokens does not fit in a micro-batch of {max_tokens}")
+    per_rank = max(1, -(-sum(lengths) // (max_tokens * num_ranks)))
+    while True:
+        bins = _spread(lengths, per_rank * num_ranks)
+        if all(_packed_tokens([lengths[i] for i in members]) <= max_tokens for members in bins):
+            return [bins[rank::num_ranks] for rank in range(num_ranks)]
+        per_rank += 1  # ends at the latest with one sample in each
+
+
+def _spread(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
+    """Longest first, each into the bin with the fewest tokens: the sums come out nearly equal."""
+    heap = [(0, index) for index in range(num_bins)]
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        tokens, index = heapq.heappop(heap)
+        bins[index].append(sample)
+        heapq.heappush(heap, (tokens + lengths[sample], index))
+    return [sorted(members) for members in bins]
+
+
+def _packed_tokens(lengths: Sequence[int]) -> int:
+    return len(fill_rows(lengths)) * max(lengths, default=0)
+
+
+def fill_rows(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices of the sequences of each row; no row is longer than the longest sequence. Best fit, longest first."""
+    width = max(lengths, default=0)
+    rows: list[list[int]] = []
+    by_space: list[list[int]] = [[] for _ in range(width + 1)]  # rows by the space left in them
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        space = next((s for s in range(length, width) if by_space[s]), width)
+        if space == width:
+            rows.append([])
+            row = len(rows) - 1
+        else:
+            row = by_space[space].pop()
+        rows[row].append(index)
+        by_space[space - length].append(row)
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Packed rows, and for each learnt token where its prediction stands. A token is predicted one position before."""
+
+    input_ids: NDArray[np.int64]  # [rows, width]
+    position_ids: NDArray[np.int64]  # [rows, width], restarting at each sample; padding counts as one more sample
+    predict_at: NDArray[np.int64]  # [learnt] index into the flattened rows of the position that predicts the token
+    targets: NDArray[np.int64]  # [learnt] the token there
+    rollout_log_probs: NDArray[np.float32]  # [learnt]
+    advantages: NDArray[np.float32]  # [learnt]
+    sample_index: NDArray[np.int64]  # [learnt] which of the given samples the token is from, ascending
+
+
+def pack(samples: Sequence[TrainingSample], pad_id: int = 0) -> MicroBatch:
+    """Lay samples out for one forward pass. Learnt tokens are in the order of the samples given.
+
+    Without samples there is one row of one pad token and nothing learnt: it costs next to nothing and keeps a rank in
+    step with the others.
+    """
+    rows = fill_rows([item.sample.num_tokens for item in samples]) or [[]]
+    width = max((item.sample.num_tokens for item in samples), default=1)
+    input_ids = np.full((len(rows), width), pad_id, dtype=np.int64)
+    position_ids = np.zeros((len(rows), width), dtype=np.int64)
+    starts = [0] * len(samples)
+    for row, members in enumerate(rows):
+        column = 0
+        for index in members:
+            sample = samples[index].sample
+            split, end = column + len(sample.prompt_ids), column + sample.num_tokens
+            input_ids[row, column:split] = sample.prompt_ids
+            input_ids[row, split:end] = sample.token_ids
+            position_ids[row, column:end] = np.arange(end - column)
+            starts[index] = row * width + split
+            column = end
+        position_ids[row, column:] = np.arange(width - column)
+    learnt = [np.flatnonzero(item.sample.loss_mask) for item in samples]
+    counts = [len(at) for at in learnt]
+
+    def per_token(parts: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+        return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype)
+
+    return MicroBatch(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        predict_at=per_token([start - 1 + at for start, at in zip(starts, learnt, strict=True)], np.int64),
+        targets=per_token([s.sample.token_ids[at] for s, at in zip(samples, learnt, strict=True)], np.int64),
+        rollout_log_probs=per_token(
+            [s.sample.log_probs[at] for s, at in zip(samples, learnt, strict=True)], np.float32
+        ),
+        advantages=np.repeat(np.array([s.advantage for s in samples], np.float32), counts),
+        sample_index=np.repeat(np.arange(len(samples)), counts),
+    )

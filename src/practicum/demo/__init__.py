@@ -1,0 +1,1 @@
+"""The two-minute demonstration: a tiny mixture of experts learns to add."""

@@ -1,0 +1,89 @@
+"""The exception tree. Each class can cross a process boundary, and each message says what happened, where, what to do.
+
+PracticumError
+├── ConfigError        a key, a value or a combination of values in the config
+├── DataError          a prompt file: missing, empty, or a record that cannot be used
+├── ModelError         a model folder or hub name that cannot be loaded or trained
+├── RewardError        a reward function that cannot be used, or too many samples that could not be graded
+├── CheckpointError    a run folder that cannot be written, resumed or read
+├── ResourceError      more processes or accelerators asked for than the machine or cluster has
+└── WorkerError        a worker raised; carries group, rank, node, pid and the remote traceback
+    ├── WorkerDied     its process is gone
+    └── DeadlineError  a call or a start passed its deadline; carries the ranks that were late
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class PracticumError(Exception):
+    """Base of every error Practicum raises on purpose."""
+
+
+class ConfigError(PracticumError, ValueError):
+    """The configuration cannot be used as written."""
+
+
+class DataError(PracticumError, ValueError):
+    """A prompt file cannot be used as written."""
+
+
+class ModelError(PracticumError, ValueError):
+    """A model or its tokenizer cannot be used."""
+
+
+class RewardError(PracticumError, ValueError):
+    """Answers cannot be graded."""
+
+
+class CheckpointError(PracticumError):
+    """A run folder or one of its checkpoints cannot be used."""
+
+
+class ResourceError(PracticumError):
+    """The machine or cluster does not have what was asked for."""
+
+
+class WorkerError(PracticumError):
+    """A worker of a group failed. `cause` is the exception it raised, when that could be carried over."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        group: str,
+        ranks: Sequence[int],
+        node: str | None = None,
+        pid: int | None = None,
+        remote_traceback: str | None = None,
+        cause: BaseException | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.group = group
+        self.ranks = tuple(ranks)
+        self.node = node
+        self.pid = pid
+        self.remote_traceback = remote_traceback
+        self.cause = cause
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_worker_error, (
+            type(self),
+            self.message,
+            {k: v for k, v in vars(self).items() if k != "message"},
+        )
+
+
+class WorkerDied(WorkerError):
+    """The process of a worker ended while it was needed."""
+
+
+class DeadlineError(WorkerError):
+    """A call or a start took longer than its deadline; `ranks` are the ones that had not answered."""
+
+
+def _rebuild_worker_error(cls: type[WorkerError], message: str, fields: dict[str, Any]) -> WorkerError:
+    return cls(message, **fields)

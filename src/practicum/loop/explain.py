@@ -1,0 +1,79 @@
+"""What a config amounts to, worked out without starting anything: placement, batch algebra, memory."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from practicum.config import Config
+from practicum.models import load_config, resolve_device
+
+_GIB = 2**30
+_FLOAT32 = 4
+
+
+def explanation(config: Config) -> str:
+    """The resolved config and what follows from it, as text."""
+    sections = [
+        ("config", config.to_yaml().rstrip()),
+        ("placement", _placement(config)),
+        ("batch algebra", config.batch_algebra().replace("; ", "\n")),
+        ("memory per worker (estimate)", _memory(config)),
+    ]
+    return "\n\n".join(f"# {title}\n{text}" for title, text in sections)
+
+
+def _placement(config: Config) -> str:
+    if config.controller.backend == "local":
+        return "this process: actor + rollout (hybrid), graders; no Ray, for a debugger"
+    workers, device = config.trainer.num_workers, resolve_device(config.trainer.device).type
+    where = f"joined at {config.controller.address}" if config.controller.address else "started on this machine"
+    threads = config.trainer.threads_per_worker or max(1, (os.cpu_count() or 1) // workers)
+    return "\n".join(
+        [
+            f"Ray: {where}; one pool of {workers} process place{'s' if workers > 1 else ''}, each with 1 CPU"
+            + (" and 1 GPU" if device == "cuda" else ""),
+            f"learners: {workers} x (actor + rollout fused in one process), {device}, {threads} thread(s) each",
+            f"graders:  {workers} x reward worker, in the same pool, CPU",
+        ]
+    )
+
+
+def _memory(config: Config) -> str:
+    """Weights, optimizer and caches exactly; activations by the usual count of saved tensors per layer."""
+    hf = load_config(config.model.path)
+    text: Any = hf.get_text_config()
+    num_parameters = count_parameters(hf)
+    workers = config.trainer.num_workers
+    compute_bytes = 2 if config.model.dtype == "bfloat16" else _FLOAT32
+    shared = workers == 1 and config.model.dtype == "float32"
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    at_once = min(config.rollout.max_batch, -(-config.samples_per_step // workers))
+    micro = min(config.actor.micro_batch_tokens, config.samples_per_step * config.max_sequence_tokens)
+    learnt = micro * config.rollout.max_new_tokens // config.max_sequence_tokens
+    layers_kept = 1 if config.actor.gradient_checkpointing else text.num_hidden_layers
+    parts = {
+        f"master weights, gradients, AdamW ({num_parameters:,} parameters / {workers})": 16 * num_parameters / workers,
+        "rollout's copy of the weights" + (" (shared with the actor)" if shared else ""): (
+            0 if shared else num_parameters * compute_bytes
+        ),
+        f"rollout's key-value cache ({at_once} x {config.max_sequence_tokens} tokens)": (
+            2 * at_once * config.max_sequence_tokens * text.num_hidden_layers * kv_heads * head_dim * compute_bytes
+        ),
+        f"activations ({micro:,} tokens a micro-batch)": micro * layers_kept * text.hidden_size * 16 * compute_bytes,
+        f"logits ({learnt:,} learnt tokens x {text.vocab_size:,} words)": 4 * learnt * text.vocab_size * _FLOAT32,
+    }
+    rows = [f"{size / _GIB:9.3f} GiB  {name}" for name, size in parts.items()]
+    return "\n".join([*rows, f"{sum(parts.values()) / _GIB:9.3f} GiB  in all, if everything peaked at once"])
+
+
+def count_parameters(hf_config: Any) -> int:
+    """Of the model a transformers config describes, without its memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+    return sum(parameter.numel() for parameter in model.parameters())

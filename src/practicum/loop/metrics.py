@@ -1,0 +1,86 @@
+"""The numbers of a step, from what its phases returned. Names under `time/` vary from run to run; all others do not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from practicum.train import UpdateStats
+from practicum.types import Sample, Score
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a step of the loop tells its caller."""
+
+    number: int
+    num_steps: int
+    metrics: dict[str, float]
+
+    @property
+    def reward(self) -> float:
+        return self.metrics["reward/mean"]
+
+    @property
+    def kl(self) -> float:
+        """KL(rollout || trainer) per token: how far apart the two compute the same weights."""
+        return self.metrics["rollout/kl"]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.metrics["time/tokens_per_s"]
+
+    @property
+    def accuracy(self) -> float | None:
+        """Mean score on held-out prompts, in steps that validated."""
+        return self.metrics.get("validation/accuracy")
+
+
+class Stopwatch:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def metrics(self, num_tokens: int) -> dict[str, float]:
+        total = time.perf_counter() - self._start
+        phases = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
+        return {**phases, "time/step_s": total, "time/tokens_per_s": num_tokens / total}
+
+
+def rollout_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> dict[str, float]:
+    values = [score.value for score in scores if score.value is not None]
+    lengths = [len(sample.token_ids) for sample in samples]
+    return {
+        "reward/mean": float(np.mean(values)),
+        "reward/std": float(np.std(values)),
+        "reward/failed_share": 1 - len(values) / len(scores),
+        "rollout/answer_tokens": float(np.mean(lengths)),
+        "rollout/cut_off_share": float(np.mean([sample.finish_reason == "length" for sample in samples])),
+    }
+
+
+def update_metrics(stats: UpdateStats) -> dict[str, float]:
+    num_tokens = max(1, stats.num_tokens)
+    return {
+        "rollout/kl": stats.rollout_kl / num_tokens,
+        "rollout/largest_gap": stats.rollout_gap,
+        "actor/loss": stats.loss / num_tokens,
+        "actor/entropy": stats.entropy / num_tokens,
+        "actor/clipped_share": stats.clipped / num_tokens,
+        "actor/grad_norm": stats.grad_norm,
+        "actor/lr": stats.lr,
+    }

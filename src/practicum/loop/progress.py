@@ -1,0 +1,94 @@
+"""What the person at the terminal sees: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from practicum.loop.metrics import StepReport
+from practicum.loop.summary import Summary, comparisons
+
+_PLAIN_LINES_EVERY_S = 5.0
+
+
+class Progress:
+    """Shows each step as it comes. `with Progress(console) as progress: progress.show(step)`."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
+        self._accuracy: float | None = None
+        self._durations: list[float] = []
+        self._last_line = 0.0
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, step: StepReport) -> None:
+        self._accuracy = self._accuracy if step.accuracy is None else step.accuracy
+        self._durations = [*self._durations[-49:], step.metrics["time/step_s"]]
+        if self._live:
+            self._live.update(self._table(step))
+        elif self._is_due(step):
+            self._last_line = time.monotonic()
+            self._console.print("  ".join(f"{name} {value}" for name, value in self._columns(step)), highlight=False)
+
+    def _is_due(self, step: StepReport) -> bool:
+        noteworthy = step.number in (1, step.num_steps) or step.accuracy is not None
+        return noteworthy or time.monotonic() - self._last_line >= _PLAIN_LINES_EVERY_S
+
+    def _columns(self, step: StepReport) -> list[tuple[str, str]]:
+        left = (step.num_steps - step.number) * sum(self._durations) / len(self._durations)
+        return [
+            ("step", f"{step.number}/{step.num_steps}"),
+            ("reward", f"{step.reward:.3f}"),
+            ("held-out", "-" if self._accuracy is None else f"{self._accuracy:.3f}"),
+            ("KL(rollout|trainer)", f"{step.kl:.1e}"),
+            ("tokens/s", f"{step.tokens_per_s:,.0f}"),
+            ("left", f"{int(left) // 60}:{int(left) % 60:02d}"),
+        ]
+
+    def _table(self, step: StepReport) -> Table:
+        table = Table.grid(padding=(0, 2))
+        table.add_row(*(f"[dim]{name}[/]" for name, _ in self._columns(step)), "")
+        bar = ProgressBar(total=step.num_steps, completed=step.number, width=24)
+        table.add_row(*(value for _, value in self._columns(step)), bar)
+        return table
+
+
+def print_ending(console: Console, run_dir: Path, summary: Summary, report: Path) -> None:
+    """Before and after, three answers side by side, and where the rest is."""
+    if summary.accuracy_before is not None and summary.accuracy_after is not None:
+        console.print(
+            f"held-out accuracy: {summary.accuracy_before:.3f} before, {summary.accuracy_after:.3f} after "
+            f"{summary.steps} steps ({summary.seconds:.0f} s, {summary.tokens_per_s:,.0f} tokens/s)"
+        )
+    else:
+        console.print(f"reward: {summary.reward_first:.3f} in the first step, {summary.reward_last:.3f} in the last")
+    found = comparisons(run_dir, summary.steps)[:3]
+    if found:
+        table = Table("held-out question", "expected", "before", "after", box=None, padding=(0, 3, 0, 0))
+        for c in found:
+            table.add_row(
+                c.question, c.expected, _judged(c.before, c.correct_before), _judged(c.after, c.correct_after)
+            )
+        console.print(table)
+    console.print(f"report: {report}\nmodel:  {run_dir / 'checkpoints'}")
+
+
+def _judged(answer: str, correct: bool) -> Text:
+    return Text(f"{answer} {'✓' if correct else '✗'}", style="green" if correct else "red")

@@ -1,0 +1,167 @@
+"""`report.html`: the run's curves and answers in one file that needs nothing else to be read."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from practicum.loop.run_folder import read_metrics, write_durably
+from practicum.loop.summary import Comparison, Summary, comparisons
+
+Points = list[tuple[float, float]]
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 460, 220, 56, 28, 10, 12
+_COLOURS = ("#2563eb", "#dc2626", "#059669")
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """What to draw: a title, and for each line its label and the metric it shows."""
+
+    title: str
+    lines: tuple[tuple[str, str], ...]
+    log_scale: bool = False
+
+
+CHARTS = (
+    Chart("Learning", (("reward (training)", "reward/mean"), ("accuracy (held out)", "validation/accuracy"))),
+    Chart("KL(rollout | trainer) per token", (("KL", "rollout/kl"),), log_scale=True),
+    Chart("Entropy of the policy", (("nats per token", "actor/entropy"),)),
+    Chart("Gradient norm before clipping", (("norm", "actor/grad_norm"),)),
+    Chart("Answer length", (("tokens", "rollout/answer_tokens"),)),
+    Chart(
+        "Seconds a step",
+        (("rollout", "time/rollout_s"), ("update", "time/update_s"), ("reward", "time/reward_s")),
+    ),
+)
+
+
+def write_report(run_dir: Path, summary: Summary, title: str) -> Path:
+    """Draw the report of a run from its folder."""
+    rows = read_metrics(run_dir)
+    charts = "".join(_figure(chart, rows) for chart in CHARTS)
+    answers = _answers(comparisons(run_dir, last_step=rows[-1]["step"])[:8])
+    config = html.escape((run_dir / "config.yaml").read_text())
+    page = _PAGE.format(
+        title=html.escape(title), facts=_facts(summary), charts=charts, answers=answers, config=config, style=_STYLE
+    )
+    path = run_dir / "report.html"
+    write_durably(path, page)
+    return path
+
+
+def _facts(summary: Summary) -> str:
+    facts = [("steps", f"{summary.steps}"), ("minutes", f"{summary.seconds / 60:.1f}")]
+    if summary.accuracy_before is not None and summary.accuracy_after is not None:
+        facts.insert(0, ("held-out accuracy", f"{summary.accuracy_before:.2f} → {summary.accuracy_after:.2f}"))
+    facts += [
+        ("tokens written", f"{summary.tokens:,}"),
+        ("tokens/s", f"{summary.tokens_per_s:,.0f}"),
+        ("largest KL(rollout | trainer)", f"{summary.largest_kl:.1e}"),
+    ]
+    return "".join(f"<div><b>{value}</b><span>{html.escape(name)}</span></div>" for name, value in facts)
+
+
+def _answers(found: Sequence[Comparison]) -> str:
+    if not found:
+        return ""
+    mark = {True: "right", False: "wrong"}
+    rows = "".join(
+        f"<tr><td>{html.escape(c.question)}</td><td>{html.escape(c.expected)}</td>"
+        f'<td class="{mark[c.correct_before]}">{html.escape(c.before)}</td>'
+        f'<td class="{mark[c.correct_after]}">{html.escape(c.after)}</td></tr>'
+        for c in found
+    )
+    head = "<tr><th>held-out question</th><th>expected</th><th>before</th><th>after</th></tr>"
+    return f"<h2>Answers before and after</h2><table>{head}{rows}</table>"
+
+
+def _figure(chart: Chart, rows: Sequence[dict[str, Any]]) -> str:
+    lines = [(label, _points(rows, metric, chart.log_scale)) for label, metric in chart.lines]
+    lines = [(label, points) for label, points in lines if points]
+    if not lines:
+        return ""
+    xs = [x for _, points in lines for x, _ in points]
+    ys = [y for _, points in lines for _, y in points]
+    low, high = (min(ys), max(ys)) if chart.log_scale else (min(0.0, *ys), max(ys))
+    high = high if high > low else low + 1
+    scale = _Scale(min(xs), max(xs, default=1) if max(xs) > min(xs) else min(xs) + 1, low, high)
+    drawn = "".join(_line(points, scale, colour) for (_, points), colour in zip(lines, _COLOURS, strict=False))
+    legend = "".join(
+        f'<span><i style="background:{colour}"></i>{html.escape(label)}</span>'
+        for (label, _), colour in zip(lines, _COLOURS, strict=False)
+    )
+    axes = _axes(scale, chart.log_scale)
+    return (
+        f"<figure><figcaption>{html.escape(chart.title)}</figcaption>"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{axes}{drawn}</svg><p>{legend}</p></figure>'
+    )
+
+
+def _points(rows: Sequence[dict[str, Any]], metric: str, log_scale: bool) -> Points:
+    found = [(float(row["step"]), float(row[metric])) for row in rows if metric in row]
+    if log_scale:
+        return [(x, math.log10(y)) for x, y in found if y > 0]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    x_low: float
+    x_high: float
+    y_low: float
+    y_high: float
+
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        across = (x - self.x_low) / (self.x_high - self.x_low)
+        up = (y - self.y_low) / (self.y_high - self.y_low)
+        return _LEFT + across * (_WIDTH - _LEFT - _RIGHT), _HEIGHT - _BOTTOM - up * (_HEIGHT - _BOTTOM - _TOP)
+
+
+def _line(points: Points, scale: _Scale, colour: str) -> str:
+    placed = [scale.place(x, y) for x, y in points]
+    path = " ".join(f"{across:.1f},{up:.1f}" for across, up in placed)
+    dots = [f'<circle cx="{across:.1f}" cy="{up:.1f}" r="2.5" fill="{colour}"/>' for across, up in placed]
+    shown = "".join(dots) if len(dots) <= 40 else ""
+    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>{shown}'
+
+
+def _axes(scale: _Scale, log_scale: bool) -> str:
+    parts = []
+    for i in range(5):
+        y = scale.y_low + (scale.y_high - scale.y_low) * i / 4
+        _, height = scale.place(scale.x_low, y)
+        label = f"{10**y:.0e}" if log_scale else f"{y:.3g}"
+        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{height:.1f}" y2="{height:.1f}"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{height + 4:.1f}" text-anchor="end">{label}</text>')
+    for i in range(5):
+        x = scale.x_low + (scale.x_high - scale.x_low) * i / 4
+        across, _ = scale.place(x, scale.y_low)
+        parts.append(f'<text x="{across:.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{x:.0f}</text>')
+    return "".join(parts)
+
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 980px; padding: 0 1rem; color: #1f2937 }
+h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+.facts { display: flex; flex-wrap: wrap; gap: 1.6rem } .facts div { display: flex; flex-direction: column }
+.facts b { font-size: 1.3rem } .facts span, figcaption, th { color: #6b7280 }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(380px, 1fr)); gap: 1rem; margin-top: 1.5rem }
+figure { margin: 0 } figure p { margin: 0; font-size: 13px; display: flex; gap: 1rem; padding-left: 56px }
+figure i { display: inline-block; width: 10px; height: 10px; margin-right: 5px; border-radius: 2px }
+svg line { stroke: #e5e7eb } svg text { font-size: 11px; fill: #6b7280 }
+table { border-collapse: collapse } td, th { padding: .25rem .9rem .25rem 0; text-align: left }
+td { font-family: ui-monospace, monospace } .right { color: #059669 } .wrong { color: #dc2626 }
+pre { background: #f3f4f6; padding: 1rem; overflow: auto; font-size: 13px }
+"""
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{title}</title><style>{style}</style></head>
+<body><h1>{title}</h1><div class="facts">{facts}</div>
+<div class="charts">{charts}</div>{answers}
+<h2>Config</h2><pre>{config}</pre></body></html>
+"""

@@ -1,0 +1,188 @@
+"""The folder of a run: everything that outlives the process, written so that a kill at any moment loses nothing.
+
+    config.yaml                     as resolved
+    metrics.jsonl                   a line a step (step 0: before training)
+    tensorboard/                    the same as events
+    answers/step-000010.txt         some sampled answers
+    validation/step-000000.jsonl    some held-out questions with answers
+    checkpoints/step-000050/        see train/checkpoint.py; state.json says where the run stood
+    summary.json, report.html       written at the end
+
+A checkpoint is written into a hidden folder, synced to disk, then renamed: it is either whole or not there. Metrics of
+a step are on disk before its checkpoint, so a resumed run cuts them off after that step and goes on.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from practicum.config import Config
+from practicum.errors import CheckpointError
+from practicum.types import Sample, Score
+
+SHOWN_VALIDATIONS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Where a run stands after a step: all that is not in the model and the optimizer."""
+
+    step: int
+    data_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    folder: Path
+    state: RunState
+
+    @property
+    def model_path(self) -> str:
+        return str(self.folder / "model")
+
+
+class RunFolder:
+    """Opened by one process at a time; a second one is refused."""
+
+    def __init__(self, config: Config) -> None:
+        self.path = Path(config.trainer.run_dir)
+        self._keep = config.trainer.keep_checkpoints
+        try:
+            for name in ("checkpoints", "answers", "validation"):
+                (self.path / name).mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise CheckpointError(f"run folder {self.path} cannot be written: {error.strerror}.") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise CheckpointError(
+                f"run folder {self.path} is in use by another process: wait for it or set another trainer.run_dir."
+            ) from None
+        try:
+            self.checkpoint = self._prepare(config)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def _prepare(self, config: Config) -> Checkpoint | None:
+        """The checkpoint to go on from, or None to start at the beginning."""
+        saved = self.path / "config.yaml"
+        if saved.exists() and config.resume == "never":
+            raise CheckpointError(
+                f"run folder {self.path} already holds a run: add resume=auto to continue it, "
+                "or set another trainer.run_dir."
+            )
+        for leftover in (self.path / "checkpoints").glob(".*"):
+            shutil.rmtree(leftover)
+        checkpoint = self._newest()
+        self._cut_metrics(checkpoint.state.step if checkpoint else -1)
+        write_durably(saved, config.to_yaml())
+        return checkpoint
+
+    def _newest(self) -> Checkpoint | None:
+        folders = self._checkpoints()
+        if not folders:
+            return None
+        try:
+            state = RunState(**json.loads((folders[-1] / "state.json").read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"checkpoint {folders[-1]} has no usable state.json ({error}): delete that folder to go on from an "
+                "earlier one."
+            ) from error
+        return Checkpoint(folders[-1], state)
+
+    def _checkpoints(self) -> list[Path]:
+        return sorted((self.path / "checkpoints").glob("step-*"))
+
+    def _cut_metrics(self, last_step: int) -> None:
+        kept = [json.dumps(row) + "\n" for row in read_metrics(self.path) if row["step"] <= last_step]
+        write_durably(self.path / "metrics.jsonl", "".join(kept))
+
+    def save_checkpoint(self, state: RunState, write: Callable[[Path], None]) -> None:
+        """`write` fills a folder; it becomes the newest checkpoint once all of it is on disk."""
+        name = f"step-{state.step:06d}"
+        hidden = self.path / "checkpoints" / f".{name}"
+        final = self.path / "checkpoints" / name
+        hidden.mkdir()
+        write(hidden)
+        (hidden / "state.json").write_text(json.dumps(asdict(state)) + "\n")
+        for path in [*hidden.rglob("*"), hidden]:
+            _sync(path)
+        hidden.rename(final)
+        _sync(final.parent)
+        for old in self._checkpoints()[: -self._keep]:
+            # Renamed before it is deleted, so that a kill in between leaves no half-deleted checkpoint by that name.
+            gone = old.rename(old.with_name(f".{old.name}"))
+            shutil.rmtree(gone)
+
+    def write_answers(self, step: int, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
+        blocks = [
+            f"--- {question(sample)}\nanswer: {sample.text}\nexpected: {sample.prompt.answer}\n"
+            f"score: {score.value if score.status == 'ok' else score.status} ({sample.finish_reason}, "
+            f"{len(sample.token_ids)} tokens)\n"
+            for sample, score in zip(samples, scores, strict=True)
+        ]
+        (self.path / "answers" / f"step-{step:06d}.txt").write_text("\n".join(blocks))
+
+    def write_validation(self, step: int, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
+        rows = [
+            {
+                "question": question(sample),
+                "expected": sample.prompt.answer,
+                "answer": sample.text,
+                "score": score.value,
+            }
+            for sample, score in list(zip(samples, scores, strict=True))[:SHOWN_VALIDATIONS]
+        ]
+        lines = "".join(json.dumps(row, default=str) + "\n" for row in rows)
+        write_durably(self.path / "validation" / f"step-{step:06d}.jsonl", lines)
+
+
+def question(sample: Sample) -> str:
+    """A prompt as a person would quote it."""
+    prompt = sample.prompt
+    return prompt.text if prompt.messages is None else "\n".join(m.content for m in prompt.messages)  # type: ignore[return-value]
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """All whole lines of a run's metrics; a last line cut short by a kill is left out."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def read_validation(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """The questions and answers kept of a validation; none if there was none at that step."""
+    path = run_dir / "validation" / f"step-{step:06d}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace a file at once: readers see the old or the new text, also after a crash."""
+    hidden = path.with_name(f".{path.name}.new")
+    hidden.write_text(text)
+    _sync(hidden)
+    hidden.rename(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,241 @@
+"""The loop: the only place that knows the order of things.
+
+    prompts ─▶ rollout ─▶ reward ─▶ advantages ─▶ update ─▶ weights, version + 1
+                 samples     scores     on the driver   all ranks together
+
+Each stage waits for all of the one before it. Actor and rollout are two roles fused in one process per rank (hybrid
+placement); reward workers share the pool in processes of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from practicum.algo import ADVANTAGES
+from practicum.config import Config
+from practicum.controller import Controller, FusedWorker, RayClassWithInitArgs, open_controller
+from practicum.data import ShuffledStream, plan_micro_batches, read_prompts
+from practicum.errors import DataError
+from practicum.loop.metrics import StepReport, Stopwatch, rollout_metrics, update_metrics
+from practicum.loop.run_folder import RunFolder, RunState
+from practicum.loop.trackers import open_trackers
+from practicum.models import encode_prompts, load_config, load_tokenizer, resolve_device
+from practicum.reward import RewardLoopManager, RewardLoopWorker, check_reward
+from practicum.rollout import RolloutWorker
+from practicum.train import ActorSettings, ActorWorker, MiniBatch, UpdateStats
+from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams, Score, TrainingSample
+
+EncodedPrompt = tuple[Prompt, NDArray[np.int32]]
+_TRAINING, _VALIDATION = 0, 1  # streams of random numbers
+
+
+class Trainer:
+    """`for step in Trainer(config).steps(): ...`. All processes are started by the loop and end with it."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.num_dropped_prompts = 0
+        check_reward(config.reward.grader, config.reward.function)
+        load_config(config.model.path)
+        tokenizer = load_tokenizer(config.model.path)
+        self._train_prompts = self._read(config.data.train, tokenizer)
+        self._validation_prompts: list[EncodedPrompt] = []
+        if config.data.validation is not None:
+            self._validation_prompts = self._read(config.data.validation, tokenizer)[: config.validation.max_prompts]
+
+    def steps(self) -> Iterator[StepReport]:
+        """Run the training, one report a step. Leaving the loop early ends all processes."""
+        with ExitStack() as stack:
+            folder = RunFolder(self.config)
+            stack.callback(folder.close)
+            resumed = folder.checkpoint
+            first = resumed.state.step + 1 if resumed else 1
+            if first > self.config.trainer.steps:
+                return
+            self._start(stack, folder)
+            trackers = open_trackers(folder, first)
+            for tracker in trackers:
+                stack.callback(tracker.close)
+            if not resumed and self._validation_prompts:
+                before = self._validate(0, Stopwatch())
+                for tracker in trackers:
+                    tracker.log(0, before)
+            for number in range(first, self.config.trainer.steps + 1):
+                report = StepReport(number, self.config.trainer.steps, self._step(number))
+                for tracker in trackers:
+                    tracker.log(number, report.metrics)
+                if self._due(number, self.config.trainer.checkpoint_every):
+                    self._checkpoint(number)
+                yield report
+
+    def _step(self, number: int) -> dict[str, float]:
+        watch = Stopwatch()
+        prompts = self._stream.take(self.config.data.prompts_per_step)
+        with watch.phase("rollout"):
+            requests = self._requests(prompts, self.config.rollout.sampling, _TRAINING, number)
+            samples = self._rollout.scatter(RolloutWorker.generate, requests)
+        with watch.phase("reward"):
+            scores = self._reward.grade(samples)
+        groups = np.repeat(np.arange(len(prompts)), self.config.rollout.answers_per_prompt)
+        batch, signal = self._with_advantages(samples, scores, groups)
+        with watch.phase("update"):
+            plans = self._shared_out(batch, groups)
+            stats = UpdateStats.combined(self._actors.map(ActorWorker.update, plans))
+        with watch.phase("weights"):
+            self._rollout.execute_all(RolloutWorker.update_weights, number)
+        if number % self.config.trainer.log_answers_every == 0 or number == 1:
+            self._folder.write_answers(number, samples[:8], scores[:8])
+        metrics = {**rollout_metrics(samples, scores), "reward/groups_with_signal": signal, **update_metrics(stats)}
+        metrics |= watch.metrics(sum(len(sample.token_ids) for sample in samples))
+        if self._validation_prompts and self._due(number, self.config.validation.every):
+            metrics |= self._validate(number, watch)
+        return metrics
+
+    def _with_advantages(
+        self, samples: Sequence[Sample], scores: Sequence[Score], groups: NDArray[np.int64]
+    ) -> tuple[list[TrainingSample | None], float]:
+        """Samples with their advantages, None for those without a score; and the share of groups with a signal."""
+        graded = [i for i, score in enumerate(scores) if score.value is not None]
+        rewards = torch.tensor([scores[i].value for i in graded], dtype=torch.float64)
+        advantages = ADVANTAGES[self.config.algorithm.name](rewards, torch.from_numpy(groups[graded]))
+        batch: list[TrainingSample | None] = [None] * len(samples)
+        for i, advantage in zip(graded, advantages.tolist(), strict=True):
+            batch[i] = TrainingSample(samples[i], advantage)
+        teaching = {int(groups[i]) for i, advantage in zip(graded, advantages.tolist(), strict=True) if advantage != 0}
+        return batch, len(teaching) / len(set(groups.tolist()))
+
+    def _shared_out(self, batch: Sequence[TrainingSample | None], groups: NDArray[np.int64]) -> list[list[MiniBatch]]:
+        """The mini-batches of each rank. Answers to one prompt stay in one mini-batch."""
+        actor, num_ranks = self.config.actor, self.config.trainer.num_workers
+        per_mini_batch = self.config.data.prompts_per_step // actor.mini_batches
+        ranks: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
+        for mini_batch in range(actor.mini_batches):
+            members = [s for s, g in zip(batch, groups, strict=True) if s and g // per_mini_batch == mini_batch]
+            if not members:
+                continue
+            num_tokens = sum(int(member.sample.loss_mask.sum()) for member in members)
+            lengths = [member.sample.num_tokens for member in members]
+            for rank, plan in enumerate(plan_micro_batches(lengths, num_ranks, actor.micro_batch_tokens)):
+                ranks[rank].append(MiniBatch([[members[i] for i in micro] for micro in plan], num_tokens))
+        return ranks
+
+    def _validate(self, number: int, watch: Stopwatch) -> dict[str, float]:
+        params = self.config.validation_sampling
+        with watch.phase("validation"):
+            requests = self._requests(self._validation_prompts, params, _VALIDATION, 0)
+            samples = self._rollout.scatter(RolloutWorker.generate, requests)
+            scores = self._reward.grade(samples)
+        self._folder.write_validation(number, samples, scores)
+        accuracy = float(np.mean([score.value for score in scores if score.value is not None]))
+        return {"validation/accuracy": accuracy, "time/validation_s": watch.seconds["validation"]}
+
+    def _requests(
+        self, prompts: Sequence[EncodedPrompt], params: SamplingParams, stream: int, step: int
+    ) -> list[RolloutRequest]:
+        seeds = np.random.SeedSequence([self.config.trainer.seed, stream, step]).generate_state(len(prompts), np.uint64)
+        return [
+            RolloutRequest(prompt, ids, params, int(seed)) for (prompt, ids), seed in zip(prompts, seeds, strict=True)
+        ]
+
+    def _due(self, number: int, every: int) -> bool:
+        return number == self.config.trainer.steps or (every > 0 and number % every == 0)
+
+    def _checkpoint(self, number: int) -> None:
+        def write(folder: Path) -> None:
+            self._actors.execute_all(ActorWorker.save, str(folder.resolve()))
+
+        self._folder.save_checkpoint(RunState(number, self._stream.position), write)
+
+    def _start(self, stack: ExitStack, folder: RunFolder) -> None:
+        config, resumed = self.config, folder.checkpoint
+        self._folder = folder
+        self._stream = ShuffledStream(
+            self._train_prompts, seed=config.trainer.seed, position=resumed.state.data_position if resumed else 0
+        )
+        controller = stack.enter_context(
+            open_controller(
+                config.controller.backend,
+                num_workers=config.trainer.num_workers,
+                use_gpu=resolve_device(config.trainer.device).type == "cuda",
+                max_colocate_count=2,
+                address=config.controller.address,
+                start_timeout_s=config.controller.start_timeout_s,
+                call_timeout_s=config.controller.call_timeout_s,
+            )
+        )
+        self._start_learners(controller, resumed.model_path if resumed else config.model.path)
+        self._start_graders(controller)
+        if resumed:
+            self._actors.execute_all(ActorWorker.load, str(resumed.folder.resolve()))
+        self._rollout.execute_all(RolloutWorker.update_weights, resumed.state.step if resumed else 0)
+
+    def _start_learners(self, controller: Controller, model_path: str) -> None:
+        config = self.config
+        actor = RayClassWithInitArgs(ActorWorker, actor_settings(config, model_path))
+        rollout = RayClassWithInitArgs(
+            RolloutWorker,
+            engine=config.rollout.engine,
+            model_path=model_path,
+            device=config.trainer.device,
+            dtype=config.model.dtype,
+            max_batch=config.rollout.max_batch,
+            weights_from="actor",
+        )
+        fused = controller.group(RayClassWithInitArgs(FusedWorker, actor=actor, rollout=rollout), name="learners")
+        self._actors = fused.role("actor", ActorWorker)
+        self._rollout = fused.role("rollout", RolloutWorker)
+
+    def _start_graders(self, controller: Controller) -> None:
+        reward = self.config.reward
+        function = reward.function
+        if function is not None and ".py:" in function:
+            function = str(Path(function).resolve())
+        packed = RayClassWithInitArgs(
+            RewardLoopWorker, grader=reward.grader, function=function, timeout_s=reward.timeout_s
+        )
+        graders = controller.group(packed, name="graders", use_gpu=False)
+        self._reward = RewardLoopManager(graders, reward.max_failure_share)
+
+    def _read(self, path: str, tokenizer: object) -> list[EncodedPrompt]:
+        data = self.config.data
+        prompts = read_prompts(path, prompt_key=data.prompt_key, answer_key=data.answer_key)
+        encoded = list(zip(prompts, encode_prompts(tokenizer, prompts), strict=True))
+        short = [(prompt, ids) for prompt, ids in encoded if len(ids) <= data.max_prompt_tokens]
+        if len(short) == len(encoded):
+            return short
+        first = next(prompt for prompt, ids in encoded if len(ids) > data.max_prompt_tokens)
+        dropped = len(encoded) - len(short)
+        what = f"{dropped} of {len(encoded)} prompts in {path} have more than {data.max_prompt_tokens} tokens"
+        if data.overlong == "error" or not short:
+            raise DataError(f"{what}, the first is {first.id}: raise data.max_prompt_tokens or set data.overlong=drop.")
+        self.num_dropped_prompts += dropped
+        return short
+
+
+def actor_settings(config: Config, model_path: str) -> ActorSettings:
+    actor, trainer = config.actor, config.trainer
+    return ActorSettings(
+        model_path=model_path,
+        device=trainer.device,
+        compute_dtype=config.model.dtype,
+        threads=trainer.threads_per_worker or max(1, (os.cpu_count() or 1) // trainer.num_workers),
+        seed=trainer.seed,
+        lr=actor.lr,
+        lr_schedule=actor.lr_schedule,
+        num_updates=trainer.steps * actor.mini_batches,
+        num_warmup=actor.warmup_steps * actor.mini_batches,
+        weight_decay=actor.weight_decay,
+        max_grad_norm=actor.max_grad_norm,
+        clip_low=actor.clip_low,
+        clip_high=actor.clip_high,
+        temperature=config.rollout.temperature,
+        gradient_checkpointing=actor.gradient_checkpointing,
+        collective_timeout_s=config.controller.call_timeout_s,
+    )

@@ -1,0 +1,106 @@
+"""Models and tokenizers from a local folder or the hub: the one place that calls transformers' loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from practicum.errors import DataError, ModelError
+from practicum.types import Prompt
+
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the GPU where there is one."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ModelError("trainer.device=cuda, but PyTorch sees no CUDA device here. Use trainer.device=cpu or auto.")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def load_config(path: str) -> Any:
+    """The transformers config of a causal language model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = _loaded("config.json", path, lambda: AutoConfig.from_pretrained(path))
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelError(f"model {path!r} is of type {config.model_type!r}, which transformers has no causal LM for.")
+    return config
+
+
+def load_model(path: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A causal language model with its weights, on the CPU."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    load_config(path)
+    logging.disable_progress_bar()
+    return _loaded("weights", path, lambda: AutoModelForCausalLM.from_pretrained(path, dtype=dtype))
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer that belongs to a model, ready to pad."""
+    from transformers import AutoTokenizer
+
+    folder = Path(path)
+    if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        raise ModelError(
+            f"model folder {path!r} has no tokenizer (looked for {', '.join(_TOKENIZER_FILES)}): "
+            "save one there with tokenizer.save_pretrained(folder)."
+        )
+    tokenizer = _loaded("tokenizer", path, lambda: AutoTokenizer.from_pretrained(path))
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"the tokenizer of {path!r} has no end-of-text token, so no answer could ever end.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def _loaded(what: str, path: str, load: Any) -> Any:
+    if _looks_local(path) and not Path(path).is_dir():
+        raise ModelError(f"model folder {path!r} does not exist (looked from {Path.cwd()}).")
+    try:
+        return load()
+    except (OSError, ValueError, KeyError) as error:
+        kind = "folder" if Path(path).is_dir() else "hub name"
+        raise ModelError(f"model {kind} {path!r}: its {what} cannot be loaded: {error}") from error
+
+
+def _looks_local(path: str) -> bool:
+    """A hub name has the form `name` or `owner/name`."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1
+
+
+def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> list[NDArray[np.int32]]:
+    """Token ids of each prompt: plain text as it is, messages through the chat template, ready for the answer."""
+    texts = []
+    for prompt in prompts:
+        if prompt.messages is None:
+            texts.append(prompt.text or "")
+            continue
+        if tokenizer.chat_template is None:
+            raise ModelError(f"prompt {prompt.id} has chat messages, but the model's tokenizer has no chat template.")
+        messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
+        texts.append(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    plain = [prompt.messages is None for prompt in prompts]
+    encoded: list[NDArray[np.int32]] = [np.empty(0, np.int32)] * len(texts)
+    for special in (True, False):  # a chat template writes its own special tokens; plain text gets the tokenizer's
+        chosen = [i for i, is_plain in enumerate(plain) if is_plain == special]
+        if chosen:
+            ids = tokenizer([texts[i] for i in chosen], add_special_tokens=special)["input_ids"]
+            for index, row in zip(chosen, ids, strict=True):
+                encoded[index] = np.array(row, dtype=np.int32)
+    empty = next((prompt for prompt, ids in zip(prompts, encoded, strict=True) if len(ids) == 0), None)
+    if empty is not None:
+        raise DataError(f"prompt {empty.id} has no tokens under the model's tokenizer.")
+    return encoded

@@ -1,0 +1,184 @@
+"""The learner: one rank of a model sharded with FSDP2.
+
+    MiniBatch ─ pack ─▶ forward ─ log-probs ─▶ clipped loss ─ backward ─▶ (next micro-batch)
+                                                                            └▶ clip gradient ─▶ AdamW ─▶ version + 1
+
+Ranks run the same number of micro-batches, so their collectives pair up. The loss of each micro-batch is divided by
+the tokens of the whole mini-batch over all ranks, so the gradient does not depend on how the samples are split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from practicum.algo import clipped_policy_loss, k3
+from practicum.controller import Worker
+from practicum.data import MicroBatch, pack
+from practicum.models import DTYPES, load_model, load_tokenizer, resolve_device
+from practicum.train.checkpoint import load_training_state, save_model, save_training_state
+from practicum.train.fsdp import join_ranks, shard, whole
+from practicum.train.model import LogProbModel
+from practicum.train.schedule import lr_factor
+from practicum.types import TrainingSample
+from practicum.weights import WeightUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class ActorSettings:
+    """What an `ActorWorker` needs to know; see the config for what each means."""
+
+    model_path: str
+    device: str
+    compute_dtype: str
+    threads: int
+    seed: int
+    lr: float
+    lr_schedule: str
+    num_updates: int
+    num_warmup: int
+    weight_decay: float
+    max_grad_norm: float
+    clip_low: float
+    clip_high: float
+    temperature: float
+    gradient_checkpointing: bool
+    collective_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """One rank's part of one optimizer update."""
+
+    micro_batches: list[list[TrainingSample]]
+    num_tokens: int  # learnt tokens over all ranks
+
+
+@dataclass(slots=True)
+class UpdateStats:
+    """Sums over the learnt tokens of a step on one rank, except where it says otherwise."""
+
+    num_tokens: int = 0
+    loss: float = 0.0
+    entropy: float = 0.0
+    clipped: float = 0.0
+    rollout_kl: float = 0.0  # KL(rollout || trainer), before the first update of the step
+    rollout_gap: float = 0.0  # largest |log-prob difference| between rollout and trainer
+    grad_norm: float = 0.0  # mean over the updates, the same on all ranks
+    lr: float = 0.0  # of the last update
+
+    @classmethod
+    def combined(cls, ranks: Sequence[UpdateStats]) -> UpdateStats:
+        """Over all ranks."""
+        return cls(
+            num_tokens=sum(stats.num_tokens for stats in ranks),
+            loss=sum(stats.loss for stats in ranks),
+            entropy=sum(stats.entropy for stats in ranks),
+            clipped=sum(stats.clipped for stats in ranks),
+            rollout_kl=sum(stats.rollout_kl for stats in ranks),
+            rollout_gap=max(stats.rollout_gap for stats in ranks),
+            grad_norm=ranks[0].grad_norm,
+            lr=ranks[0].lr,
+        )
+
+
+class ActorWorker(Worker):
+    def __init__(self, settings: ActorSettings) -> None:
+        torch.set_num_threads(settings.threads)
+        torch.manual_seed(settings.seed + self.rank)
+        self._settings = settings
+        self._device = resolve_device(settings.device)
+        self._tokenizer = load_tokenizer(settings.model_path)
+        mesh = join_ranks(self.context, self._device, settings.collective_timeout_s)
+        model = load_model(settings.model_path).to(self._device).train()
+        if settings.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._model = LogProbModel(model)
+        shard(self._model, model, mesh, DTYPES[settings.compute_dtype])
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay
+        )
+        self._num_updates = 0
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def update(self, mini_batches: Sequence[MiniBatch]) -> UpdateStats:
+        """Learn from one step's samples, one optimizer update per mini-batch."""
+        stats = UpdateStats()
+        packed = [[pack(micro) for micro in batch.micro_batches] for batch in mini_batches]
+        old: list[list[Tensor | None]] = [[None] * len(micros) for micros in packed]
+        if len(mini_batches) > 1:  # with a single update the old log-probs are the current ones
+            old = [[self._old_log_probs(micro) for micro in micros] for micros in packed]
+        for batch, micros, old_log_probs in zip(mini_batches, packed, old, strict=True):
+            for micro, before in zip(micros, old_log_probs, strict=True):
+                self._accumulate(micro, before, batch.num_tokens, stats)
+            self._step(stats)
+        stats.grad_norm /= len(mini_batches)
+        return stats
+
+    def publish(self, version: int) -> WeightUpdate:
+        """The current weights under the names of the unsharded model. All ranks must call it."""
+        tensors = ((name, whole(parameter)) for name, parameter in self._model.model.named_parameters())
+        return WeightUpdate(version, tensors, shared=self.world_size == 1)
+
+    def save(self, folder: str) -> None:
+        """Write model, optimizer and random state into `folder`; rank 0 writes what all ranks share."""
+        save_model(self._model.model, self._tokenizer, Path(folder), self.rank)
+        save_training_state(self._model, self._optimizer, self._num_updates, Path(folder), self.rank)
+
+    def load(self, folder: str) -> None:
+        """Restore what `save` wrote, the model apart: that is loaded by giving its folder as `model_path`."""
+        self._num_updates = load_training_state(self._model, self._optimizer, Path(folder), self.rank)
+
+    @torch.no_grad()
+    def _old_log_probs(self, micro: MicroBatch) -> Tensor:
+        log_probs, _ = self._forward(micro)
+        return log_probs
+
+    def _forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        log_probs, entropy = self._model(
+            *(torch.from_numpy(array).to(self._device) for array in _model_inputs(micro)), self._settings.temperature
+        )
+        return log_probs, entropy
+
+    def _accumulate(self, micro: MicroBatch, before: Tensor | None, num_tokens: int, stats: UpdateStats) -> None:
+        log_probs, entropy = self._forward(micro)
+        old = log_probs.detach() if before is None else before
+        advantages = torch.from_numpy(micro.advantages).to(self._device)
+        losses, clipped = clipped_policy_loss(
+            log_probs, old, advantages, self._settings.clip_low, self._settings.clip_high
+        )
+        # FSDP averages gradients over ranks; the loss is a sum over all of them.
+        (losses.sum() * (self.world_size / num_tokens)).backward()
+
+        written = torch.from_numpy(micro.rollout_log_probs).to(self._device).double()
+        stats.num_tokens += len(losses)
+        stats.loss += losses.detach().sum().item()
+        stats.entropy += entropy.sum().item()
+        stats.clipped += clipped.sum().item()
+        stats.rollout_kl += k3(written, old.double()).sum().item()
+        if len(losses):
+            stats.rollout_gap = max(stats.rollout_gap, (written - old.double()).abs().max().item())
+
+    def _step(self, stats: UpdateStats) -> None:
+        settings = self._settings
+        factor = lr_factor(settings.lr_schedule, self._num_updates, settings.num_updates, settings.num_warmup)
+        for group in self._optimizer.param_groups:
+            group["lr"] = settings.lr * factor
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), settings.max_grad_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._num_updates += 1
+        stats.grad_norm += whole(norm).item()
+        stats.lr = settings.lr * factor
+
+
+def _model_inputs(micro: MicroBatch) -> tuple[np.ndarray, ...]:
+    return micro.input_ids, micro.position_ids, micro.predict_at, micro.targets

@@ -1,0 +1,65 @@
+"""What the learner writes into a checkpoint folder, and how it comes back.
+
+    model/          weights in transformers' format and the tokenizer: `from_pretrained` loads it
+    optimizer.pt    the whole optimizer state by parameter name, so that any number of ranks can take it up
+    rng-<rank>.pt   random state of each rank
+
+Several ranks gather together and rank 0 writes. Making the folder appear all at once is the run folder's business.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from practicum.errors import CheckpointError
+from practicum.train.fsdp import whole
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path, rank: int) -> None:
+    tensors = {name: whole(tensor).cpu() for name, tensor in model.state_dict().items()}
+    if rank == 0:
+        model.save_pretrained(folder / "model", state_dict=tensors)
+        tokenizer.save_pretrained(folder / "model")
+
+
+def save_training_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, num_updates: int, folder: Path, rank: int
+) -> None:
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    if rank == 0:
+        torch.save({"optimizer": state, "num_updates": num_updates}, folder / "optimizer.pt")
+    torch.save(_random_state(), folder / f"rng-{rank}.pt")
+
+
+def load_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, rank: int) -> int:
+    """Restores the optimizer and, where this rank wrote one, the random state; returns the number of updates done."""
+    try:
+        saved = torch.load(folder / "optimizer.pt", weights_only=True)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"checkpoint {folder}: optimizer.pt cannot be read: {error}") from error
+    set_optimizer_state_dict(model, optimizer, saved["optimizer"], options=StateDictOptions(full_state_dict=True))
+    random_state = folder / f"rng-{rank}.pt"
+    if random_state.exists():
+        _set_random_state(torch.load(random_state, weights_only=True))
+    return int(saved["num_updates"])
+
+
+def _random_state() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,52 @@
+"""FSDP2: the group of ranks, sharding, and whole tensors back out of the shards."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from practicum.controller import WorkerContext
+from practicum.errors import ModelError
+
+
+def join_ranks(context: WorkerContext, device: torch.device, timeout_s: float) -> DeviceMesh:
+    """Meet the other ranks (NCCL on GPUs, gloo on CPUs). A collective that takes longer than the deadline fails."""
+    if device.type == "cuda":
+        torch.cuda.set_device(0)  # each worker sees only its own device
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=f"tcp://{context.master_address}:{context.master_port}",
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    return init_device_mesh(device.type, (context.world_size,))
+
+
+def shard(root: nn.Module, model: Any, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """Shard `model` layer by layer, and `root`, the module around it whose forward is called."""
+    layer_classes = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
+    if not layers:
+        raise ModelError(f"{type(model).__name__} does not name its layers (_no_split_modules): it cannot be sharded.")
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(root, mesh=mesh, mp_policy=policy)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The unsharded tensor. On one rank that is the shard itself, not a copy; on several it is gathered from all."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    if tensor.device_mesh.size() == 1:
+        return tensor.to_local().detach()
+    full: Tensor = tensor.full_tensor()
+    return full.detach()

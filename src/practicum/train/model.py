@@ -1,0 +1,48 @@
+"""A causal LM that answers with log-probs instead of logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from practicum.errors import ModelError
+
+
+class LogProbModel(nn.Module):
+    """Computes the output layer only at the positions asked for, so prompt and padding cost no vocabulary row.
+
+    The positions reach the output layer through a hook before it; what a family does with its logits afterwards (caps,
+    scales) stays in force.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self._positions: Tensor | None = None
+        head = model.get_output_embeddings()
+        if head is None:
+            raise ModelError(f"{type(model).__name__} has no output layer that could be found: it cannot be trained.")
+        head.register_forward_pre_hook(self._select)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, predict_at: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs of `targets` [n] and entropies [n] at the flat positions `predict_at` [n], in float32."""
+        self._positions = predict_at
+        try:
+            logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits[0]
+        finally:
+            self._positions = None
+        assert len(logits) == len(targets), "the output layer was not called with the selected positions"
+        log_probs = (logits.float() / temperature).log_softmax(-1)
+        with torch.no_grad():
+            entropy = -(log_probs.exp() * log_probs).sum(-1)
+        return log_probs.gather(-1, targets[:, None])[:, 0], entropy
+
+    def _select(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self._positions is None:
+            return None
+        hidden = args[0]
+        return (hidden.flatten(0, 1)[self._positions].unsqueeze(0), *args[1:])

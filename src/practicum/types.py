@@ -1,0 +1,124 @@
+"""What crosses the boundaries between the parts: small, slotted, self-checking, made of NumPy arrays.
+
+A prompt becomes samples (one per answer); a sample is graded with a score. Token id, log-prob, loss mask and weight
+version of one token travel together in its sample, so nothing has to be paired up again later by position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+FinishReason = Literal["stop", "length"]
+ScoreStatus = Literal["ok", "invalid", "timeout", "infra_error"]
+SCORE_STATUSES: tuple[ScoreStatus, ...] = ("ok", "invalid", "timeout", "infra_error")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A question. Exactly one of `messages` (goes through the chat template) and `text` (used as it is) is set."""
+
+    id: str
+    messages: tuple[Message, ...] | None = None
+    text: str | None = None
+    answer: Any = None  # the ground truth, as the data file has it
+    data_source: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.messages is None) == (self.text is None):
+            raise ValueError(f"prompt {self.id}: give either messages or text, not both and not neither")
+        if not (self.messages or self.text):
+            raise ValueError(f"prompt {self.id}: is empty")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How answers are drawn. Temperature 0 is greedy; `top_k=0` and `top_p=1.0` filter nothing."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    num_answers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1 or self.num_answers < 1:
+            raise ValueError("max_new_tokens and num_answers must be at least 1")
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise ValueError("temperature and top_k must not be negative, top_p must be in (0, 1]")
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """One prompt, tokenised, with a seed of its own: the answers do not depend on what else is in the batch."""
+
+    prompt: Prompt
+    prompt_ids: NDArray[np.int32]  # [prompt]
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One answer to one prompt. All per-token arrays are as long as `token_ids`."""
+
+    prompt: Prompt
+    prompt_ids: NDArray[np.int32]  # [prompt]
+    token_ids: NDArray[np.int32]  # [answer], end-of-text token included when it was written
+    log_probs: NDArray[np.float32]  # [answer], of the engine that wrote it, after temperature
+    loss_mask: NDArray[np.bool_]  # [answer], True where the model wrote the token and learns from it
+    versions: NDArray[np.int32]  # [answer], weight version each token was written with
+    text: str
+    finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        length = len(self.token_ids)
+        if not len(self.log_probs) == len(self.loss_mask) == len(self.versions) == length:
+            raise ValueError(f"sample of prompt {self.prompt.id}: per-token arrays differ in length")
+        if len(self.prompt_ids) == 0 or length == 0:
+            raise ValueError(f"sample of prompt {self.prompt.id}: has no prompt or no answer tokens")
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and answer together."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A grade. `value` is a finite number exactly when `status` is `ok`; a failure is never a zero."""
+
+    value: float | None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    status: ScoreStatus = "ok"
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if self.status not in SCORE_STATUSES:
+            raise ValueError(f"score status {self.status!r} is not one of {', '.join(SCORE_STATUSES)}")
+        if self.status == "ok" and (self.value is None or not math.isfinite(self.value)):
+            raise ValueError(f"a score with status ok needs a finite value, not {self.value}")
+        if self.status != "ok" and self.value is not None:
+            raise ValueError(f"a score with status {self.status} has no value, not {self.value}")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSample:
+    """A graded sample as the trainer sees it."""
+
+    sample: Sample
+    advantage: float

@@ -1,0 +1,5 @@
+"""Trainer to engine: versions and the ways weights travel."""
+
+from practicum.weights.update import WeightSource, WeightUpdate
+
+__all__ = ["WeightSource", "WeightUpdate"]

@@ -1,0 +1,27 @@
+"""How weights get from the trainer to the engines that write with them.
+
+Only the shortest way exists so far: both live in one process (hybrid placement), and the engine asks its sibling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """A full set of weights. `shared` tensors are the trainer's own memory and change with its next update."""
+
+    version: int
+    tensors: Iterable[tuple[str, Tensor]]  # names and shapes as in the unsharded model
+    shared: bool
+
+
+class WeightSource(Protocol):
+    """A worker that can publish its weights. With several ranks this is a collective: all of them call it."""
+
+    def publish(self, version: int) -> WeightUpdate: ...

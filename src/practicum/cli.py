@@ -51,8 +51,8 @@ def demo(
             start_afresh(folder)
         with console.status("making a tiny model and warming it up on worked examples") as status:
 
-            def on_step(step: int, num_steps: int, loss: float) -> None:
-                status.update(f"supervised warm-up: step {step}/{num_steps}, loss {loss:.2f}")
+            def on_step(step: int, accuracy: float) -> None:
+                status.update(f"supervised warm-up: step {step}, accuracy {accuracy:.2f}")
 
             config = prepare(folder, overrides or [], on_step)
         console.print(

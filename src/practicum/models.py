@@ -38,11 +38,23 @@ def load_config(path: str) -> Any:
 def load_model(path: str, dtype: torch.dtype = torch.float32) -> Any:
     """A causal language model with its weights, on the CPU."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
     load_config(path)
-    logging.disable_progress_bar()
+    _no_progress_bars()
     return _loaded("weights", path, lambda: AutoModelForCausalLM.from_pretrained(path, dtype=dtype))
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path, tensors: dict[str, torch.Tensor] | None = None) -> None:
+    """Write a folder that `load_model` and `from_pretrained` read; `tensors` stand for the model's own weights."""
+    _no_progress_bars()
+    model.save_pretrained(folder, state_dict=tensors)
+    tokenizer.save_pretrained(folder)
+
+
+def _no_progress_bars() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def load_tokenizer(path: str) -> Any:

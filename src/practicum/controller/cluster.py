@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
 
+from practicum.controller.watchdog import watch_over_children
 from practicum.errors import ResourceError
 
 
@@ -19,6 +21,8 @@ def ray_cluster(address: str | None = None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    if address:
+        _refuse_if_nobody_answers(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # The first failure of a call is raised to the caller; the same failure on other ranks need not be printed as well.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
@@ -36,7 +40,28 @@ def ray_cluster(address: str | None = None) -> Iterator[None]:
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"join the Ray cluster at {address!r}" if address else "start Ray on this machine"
         raise ResourceError(f"could not {where}: {error}") from error
+    if address:
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    with watch_over_children():
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _refuse_if_nobody_answers(address: str, timeout_s: float = 10.0) -> None:
+    """Ray itself retries for minutes."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or "/" in host:
+        return  # `auto` and client addresses are Ray's to resolve
     try:
-        yield
-    finally:
-        ray.shutdown()
+        socket.create_connection((host, int(port)), timeout=timeout_s).close()
+    except OSError as error:
+        raise ResourceError(
+            f"could not join the Ray cluster at {address!r}: {error}. Check controller.address, "
+            "or leave it out to start Ray on this machine."
+        ) from error

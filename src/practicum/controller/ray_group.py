@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -58,7 +59,7 @@ class RayWorkerGroup(WorkerGroup[W]):
                 num_gpus=pool.share if use_gpu else 0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
             )
-            self._hosts.append(options.remote())
+            self._hosts.append(options.remote(sys.path))
 
     def _contexts(self, pool: RayResourcePool) -> list[WorkerContext]:
         first = self._seats[0]

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -101,7 +102,9 @@ class Seat:
 
 
 class WorkerHost:
-    def __init__(self) -> None:
+    def __init__(self, import_paths: Sequence[str] = ()) -> None:
+        """`import_paths` are the driver's: a worker class defined beside its script can be imported here too."""
+        sys.path.extend(path for path in import_paths if path not in sys.path)
         self._context = WorkerContext(group="?")
         self._worker: Worker | None = None
 

@@ -13,7 +13,7 @@ from practicum.demo.arithmetic import all_problems, write_problems
 from practicum.demo.warmup import warm_up
 
 NUM_HELD_OUT = 400
-NUM_WARM_UP_STEPS = 360
+WARM_UP_ACCURACY = 0.33
 
 
 def start_afresh(folder: Path) -> None:
@@ -23,11 +23,9 @@ def start_afresh(folder: Path) -> None:
 
 
 def prepare(
-    folder: Path,
-    overrides: Sequence[str],
-    on_warm_up_step: Callable[[int, int, float], None] = lambda step, num_steps, loss: None,
+    folder: Path, overrides: Sequence[str], on_warm_up_step: Callable[[int, float], None] = lambda step, accuracy: None
 ) -> Config:
-    """Write `folder`/{train.jsonl, held-out.jsonl, model/} unless they are there, and return the demo's config."""
+    """Write `folder`/{train.jsonl, held-out.jsonl, model/}, a model that is already there apart; return the config."""
     config = demo_config(folder, overrides)
     seed = config.trainer.seed
     folder.mkdir(parents=True, exist_ok=True)
@@ -35,13 +33,9 @@ def prepare(
     write_problems(folder / "train.jsonl", train)
     write_problems(folder / "held-out.jsonl", held_out)
     if not (folder / "model").exists():
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # the model is too small to gain from more
         unfinished = folder / ".model"
-
-        def report(step: int, loss: float) -> None:
-            on_warm_up_step(step, NUM_WARM_UP_STEPS, loss)
-
-        warm_up(unfinished, train, seed=seed, num_steps=NUM_WARM_UP_STEPS, on_step=report)
+        warm_up(unfinished, train, seed=seed, until_accuracy=WARM_UP_ACCURACY, on_step=on_warm_up_step)
         unfinished.rename(folder / "model")
     return config
 
@@ -52,15 +46,15 @@ def demo_config(folder: Path, overrides: Sequence[str]) -> Config:
         "data": {
             "train": str(folder / "train.jsonl"),
             "validation": str(folder / "held-out.jsonl"),
-            "prompts_per_step": 32,
+            "prompts_per_step": 64,
             "max_prompt_tokens": 16,
         },
-        "rollout": {"answers_per_prompt": 16, "max_new_tokens": 6},
+        "rollout": {"answers_per_prompt": 8, "max_new_tokens": 6},
         "validation": {"every": 25},
         "reward": {"grader": "exact"},
-        "actor": {"lr": 5.0e-4, "lr_schedule": "linear", "micro_batch_tokens": 8192},
+        "actor": {"lr": 5.0e-4, "lr_schedule": "linear", "mini_batches": 4},
         "trainer": {
-            "steps": 400,
+            "steps": 250,
             "threads_per_worker": 1,
             "checkpoint_every": 50,
             "run_dir": str(folder / "run"),

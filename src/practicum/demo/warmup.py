@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from practicum.demo.arithmetic import BOT, END, USER, Problem, make_model, make_tokenizer
+from practicum.models import save_model
 
 
 def warm_up(
@@ -17,33 +19,43 @@ def warm_up(
     problems: Sequence[Problem],
     *,
     seed: int,
-    num_steps: int,
+    until_accuracy: float,
+    max_steps: int = 2000,
     batch_size: int = 64,
     lr: float = 2e-3,
-    on_step: Callable[[int, float], None] = lambda step, loss: None,
+    on_step: Callable[[int, float], None] = lambda step, accuracy: None,
 ) -> None:
-    """Train the tiny model on questions with their answers, then save it and its tokenizer into `folder`."""
+    """Train the tiny model on questions with their answers, then save it and its tokenizer into `folder`.
+
+    Stops when an answer sampled at temperature 1 would be right with probability `until_accuracy`, on the mean of the
+    last batches (fresh problems each).
+    """
     tokenizer, model = make_tokenizer(), make_model(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     random = np.random.default_rng(seed)
-    for step in range(1, num_steps + 1):
+    recent: deque[float] = deque(maxlen=10)
+    for step in range(1, max_steps + 1):
         chosen = [problems[i] for i in random.choice(len(problems), batch_size, replace=False)]
-        input_ids, labels = _batch(tokenizer, chosen)
-        loss = model(input_ids=input_ids, labels=labels).loss
-        loss.backward()
+        input_ids, learnt = _batch(tokenizer, chosen)
+        log_probs = model(input_ids=input_ids).logits[:, :-1].log_softmax(-1)
+        log_probs = log_probs.gather(-1, input_ids[:, 1:, None])[..., 0] * learnt[:, 1:]
+        recent.append(log_probs.detach().sum(-1).exp().mean().item())
+        accuracy = sum(recent) / len(recent)
+        on_step(step, accuracy)
+        if len(recent) == recent.maxlen and accuracy >= until_accuracy:
+            break
+        (-log_probs.sum() / learnt.sum()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        on_step(step, loss.item())
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_model(model, tokenizer, folder)
 
 
 def _batch(tokenizer: Any, problems: Sequence[Problem]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [batch, width], padded at the end, and where the answers are in them [batch, width]."""
     questions = [f"{USER}{problem.question}{BOT}" for problem in problems]
-    width = len(tokenizer(questions[0])["input_ids"])
     texts = [f"{question}{problem.answer}{END}" for question, problem in zip(questions, problems, strict=True)]
     encoded = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-    labels = encoded["input_ids"].masked_fill(encoded["attention_mask"] == 0, -100)
-    labels[:, :width] = -100
-    return encoded["input_ids"], labels
+    learnt = encoded["attention_mask"].bool()
+    learnt[:, : len(tokenizer(questions[0])["input_ids"])] = False
+    return encoded["input_ids"], learnt

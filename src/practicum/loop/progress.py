@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -16,7 +16,8 @@ from rich.text import Text
 from practicum.loop.metrics import StepReport
 from practicum.loop.summary import Summary, comparisons
 
-_PLAIN_LINES_EVERY_S = 5.0
+_PLAIN_LINES_EVERY_S = 10.0
+_PLAIN: dict[str, Any] = {"highlight": False, "soft_wrap": True}
 
 
 class Progress:
@@ -45,7 +46,7 @@ class Progress:
             self._live.update(self._table(step))
         elif self._is_due(step):
             self._last_line = time.monotonic()
-            self._console.print("  ".join(f"{name} {value}" for name, value in self._columns(step)), highlight=False)
+            self._console.print("  ".join(f"{name} {value}" for name, value in self._columns(step)), **_PLAIN)
 
     def _is_due(self, step: StepReport) -> bool:
         noteworthy = step.number in (1, step.num_steps) or step.accuracy is not None
@@ -75,10 +76,13 @@ def print_ending(console: Console, run_dir: Path, summary: Summary, report: Path
     if summary.accuracy_before is not None and summary.accuracy_after is not None:
         console.print(
             f"held-out accuracy: {summary.accuracy_before:.3f} before, {summary.accuracy_after:.3f} after "
-            f"{summary.steps} steps ({summary.seconds:.0f} s, {summary.tokens_per_s:,.0f} tokens/s)"
+            f"{summary.steps} steps ({summary.seconds:.0f} s, {summary.tokens_per_s:,.0f} tokens/s)",
+            **_PLAIN,
         )
     else:
-        console.print(f"reward: {summary.reward_first:.3f} in the first step, {summary.reward_last:.3f} in the last")
+        console.print(
+            f"reward: {summary.reward_first:.3f} in the first step, {summary.reward_last:.3f} in the last", **_PLAIN
+        )
     found = comparisons(run_dir, summary.steps)[:3]
     if found:
         table = Table("held-out question", "expected", "before", "after", box=None, padding=(0, 3, 0, 0))
@@ -87,7 +91,7 @@ def print_ending(console: Console, run_dir: Path, summary: Summary, report: Path
                 c.question, c.expected, _judged(c.before, c.correct_before), _judged(c.after, c.correct_after)
             )
         console.print(table)
-    console.print(f"report: {report}\nmodel:  {run_dir / 'checkpoints'}")
+    console.print(f"report: {report}\nmodel:  {run_dir / 'checkpoints'}", **_PLAIN)
 
 
 def _judged(answer: str, correct: bool) -> Text:

@@ -22,7 +22,7 @@ from practicum.algo import clipped_policy_loss, k3
 from practicum.controller import Worker
 from practicum.data import MicroBatch, pack
 from practicum.models import DTYPES, load_model, load_tokenizer, resolve_device
-from practicum.train.checkpoint import load_training_state, save_model, save_training_state
+from practicum.train.checkpoint import load_training_state, save_training_state, save_whole_model
 from practicum.train.fsdp import join_ranks, shard, whole
 from practicum.train.model import LogProbModel
 from practicum.train.schedule import lr_factor
@@ -130,7 +130,7 @@ class ActorWorker(Worker):
 
     def save(self, folder: str) -> None:
         """Write model, optimizer and random state into `folder`; rank 0 writes what all ranks share."""
-        save_model(self._model.model, self._tokenizer, Path(folder), self.rank)
+        save_whole_model(self._model.model, self._tokenizer, Path(folder), self.rank)
         save_training_state(self._model, self._optimizer, self._num_updates, Path(folder), self.rank)
 
     def load(self, folder: str) -> None:

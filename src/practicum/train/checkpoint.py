@@ -10,6 +10,7 @@ Several ranks gather together and rank 0 writes. Making the folder appear all at
 from __future__ import annotations
 
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -21,14 +22,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from practicum.errors import CheckpointError
+from practicum.models import save_model
 from practicum.train.fsdp import whole
 
 
-def save_model(model: Any, tokenizer: Any, folder: Path, rank: int) -> None:
+def save_whole_model(model: Any, tokenizer: Any, folder: Path, rank: int) -> None:
     tensors = {name: whole(tensor).cpu() for name, tensor in model.state_dict().items()}
     if rank == 0:
-        model.save_pretrained(folder / "model", state_dict=tensors)
-        tokenizer.save_pretrained(folder / "model")
+        save_model(model, tokenizer, folder / "model", tensors)
 
 
 def save_training_state(
@@ -45,7 +46,7 @@ def load_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, fold
     """Restores the optimizer and, where this rank wrote one, the random state; returns the number of updates done."""
     try:
         saved = torch.load(folder / "optimizer.pt", weights_only=True)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, UnpicklingError) as error:
         raise CheckpointError(f"checkpoint {folder}: optimizer.pt cannot be read: {error}") from error
     set_optimizer_state_dict(model, optimizer, saved["optimizer"], options=StateDictOptions(full_state_dict=True))
     random_state = folder / f"rng-{rank}.pt"

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import nll_loss
 
 from practicum.errors import ModelError
 
@@ -39,7 +40,7 @@ class LogProbModel(nn.Module):
         log_probs = (logits.float() / temperature).log_softmax(-1)
         with torch.no_grad():
             entropy = -(log_probs.exp() * log_probs).sum(-1)
-        return log_probs.gather(-1, targets[:, None])[:, 0], entropy
+        return -nll_loss(log_probs, targets, reduction="none"), entropy
 
     def _select(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self._positions is None:

@@ -1,0 +1,5 @@
+"""`python -m practicum` is the command line."""
+
+from practicum.cli import main
+
+main()

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from practicum.data import pack, plan_micro_batches
+from practicum.data.packing import fill_rows
+from practicum.types import TrainingSample
+from tests.samples import make_training_sample
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(40, 200))
+def test_every_sample_is_planned_once_within_the_budget(lengths: list[int], num_ranks: int, budget: int) -> None:
+    plan = plan_micro_batches(lengths, num_ranks, budget)
+    assert len(plan) == num_ranks
+    assert len({len(micro_batches) for micro_batches in plan}) == 1  # collectives pair up
+    assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(len(lengths)))
+    for micro in (micro for rank in plan for micro in rank):
+        rows = fill_rows([lengths[i] for i in micro])
+        assert len(rows) * max((lengths[i] for i in micro), default=0) <= budget
+
+
+def test_ranks_get_nearly_the_same_number_of_tokens() -> None:
+    lengths = list(np.random.default_rng(0).integers(10, 100, 200))
+    plan = plan_micro_batches([int(n) for n in lengths], 4, 1000)
+    tokens = [sum(lengths[i] for micro in rank for i in micro) for rank in plan]
+    assert max(tokens) <= 1.05 * min(tokens)
+
+
+def test_a_sequence_longer_than_the_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match="a sequence of 11 tokens does not fit in a micro-batch of 10"):
+        plan_micro_batches([3, 11], 1, 10)
+
+
+@given(LENGTHS)
+def test_rows_are_never_wider_than_the_longest_sequence(lengths: list[int]) -> None:
+    rows = fill_rows(lengths)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in row) <= max(lengths) for row in rows)
+    assert len(rows) <= max(1, 2 * sum(lengths) // max(lengths) + 1)  # no two rows would fit into one
+
+
+@given(st.lists(st.tuples(st.integers(1, 8), st.integers(1, 12)), min_size=1, max_size=20))
+def test_packed_tokens_predict_what_the_samples_say(shapes: list[tuple[int, int]]) -> None:
+    samples = [make_training_sample(p, a, advantage=float(i), seed=i) for i, (p, a) in enumerate(shapes)]
+    packed = pack(samples)
+    flat = packed.input_ids.reshape(-1)
+    assert np.array_equal(flat[packed.predict_at + 1], packed.targets)
+    assert np.array_equal(packed.targets, np.concatenate([s.sample.token_ids for s in samples]))
+    assert np.array_equal(packed.rollout_log_probs, np.concatenate([s.sample.log_probs for s in samples]))
+    assert np.array_equal(packed.advantages, packed.sample_index.astype(np.float32))
+    # The position that predicts an answer's first token is the prompt's last.
+    positions = packed.position_ids.reshape(-1)[packed.predict_at]
+    assert np.array_equal(positions, np.concatenate([p - 1 + np.arange(a) for p, a in shapes]))
+    # Positions restart where, and only where, another sample or the padding begins.
+    assert np.all((np.diff(packed.position_ids, axis=1) == 1) | (packed.position_ids[:, 1:] == 0))
+
+
+def test_masked_tokens_are_seen_but_not_learnt() -> None:
+    sample = make_training_sample(2, 4)
+    mask = np.array([True, False, False, True])
+    changed = {name: getattr(sample.sample, name) for name in sample.sample.__slots__} | {"loss_mask": mask}
+    packed = pack([TrainingSample(type(sample.sample)(**changed), 1.0)])
+    assert packed.input_ids.shape == (1, 6)
+    assert np.array_equal(packed.targets, sample.sample.token_ids[mask])
+
+
+def test_an_empty_micro_batch_is_one_token_with_nothing_learnt() -> None:
+    packed = pack([])
+    assert packed.input_ids.shape == (1, 1)
+    assert len(packed.targets) == len(packed.predict_at) == len(packed.advantages) == 0

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from practicum import Message
+from practicum.data import read_prompts
+from practicum.errors import DataError
+
+RECORDS: list[dict[str, Any]] = [
+    {"prompt": "2+2=", "answer": "4", "data_source": "sums", "level": 1},
+    {"prompt": [{"role": "user", "content": "3+3="}], "answer": "6", "data_source": "sums", "level": 2},
+]
+
+
+def test_plain_prompts_messages_ground_truth_and_metadata(write_jsonl: Callable[..., Path]) -> None:
+    plain, chat = read_prompts(write_jsonl(*RECORDS))
+    assert (plain.text, plain.messages, plain.answer, plain.data_source) == ("2+2=", None, "4", "sums")
+    assert plain.metadata == {"level": 1}
+    assert (chat.text, chat.messages) == (None, (Message("user", "3+3="),))
+    assert plain.id != chat.id
+
+
+def test_parquet_reads_like_jsonl(tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
+    chats = [{**record, "prompt": [{"role": "user", "content": "x"}]} for record in RECORDS]
+    path = tmp_path / "prompts.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), path)
+    from_parquet, from_jsonl = read_prompts(path), read_prompts(write_jsonl(*chats))
+    assert [(p.messages, p.answer, p.metadata) for p in from_parquet] == [
+        (p.messages, p.answer, p.metadata) for p in from_jsonl
+    ]
+
+
+def test_other_field_names(write_jsonl: Callable[..., Path]) -> None:
+    path = write_jsonl({"question": "1+1=", "solution": 2, "id": "first"})
+    (prompt,) = read_prompts(path, prompt_key="question", answer_key="solution")
+    assert (prompt.id, prompt.text, prompt.answer, prompt.metadata) == ("first", "1+1=", 2, {})
+
+
+@pytest.mark.parametrize(
+    ("record", "complaint"),
+    [
+        ({"question": "x"}, "no field 'prompt' (found: question)"),
+        ({"prompt": 3}, "a string or a list of messages, not 3"),
+        ({"prompt": []}, "a string or a list of messages"),
+        ({"prompt": ""}, "is empty"),
+        ({"prompt": [{"role": "user"}]}, "'role' and 'content'"),
+        ({"prompt": ["hello"]}, "'role' and 'content'"),
+        ([1], "found a list"),
+    ],
+)
+def test_a_bad_record_is_named_by_file_and_line(write_jsonl: Callable[..., Path], record: Any, complaint: str) -> None:
+    path = write_jsonl(RECORDS[0], record)
+    with pytest.raises(DataError) as caught:
+        read_prompts(path)
+    assert f"{path}:2" in str(caught.value)
+    assert complaint in str(caught.value)
+
+
+def test_broken_json_is_named_by_line_and_blank_lines_count(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"prompt": \n')
+    with pytest.raises(DataError, match=r"prompts.jsonl:3: not valid JSON"):
+        read_prompts(path)
+
+
+def test_missing_empty_and_foreign_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        read_prompts(tmp_path / "nowhere.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="holds no records"):
+        read_prompts(tmp_path / "empty.jsonl")
+    (tmp_path / "prompts.csv").write_text("a")
+    with pytest.raises(DataError, match=r"must end in \.jsonl or \.parquet"):
+        read_prompts(tmp_path / "prompts.csv")
+    (tmp_path / "broken.parquet").write_text("PAR1")
+    with pytest.raises(DataError, match="not a readable parquet"):
+        read_prompts(tmp_path / "broken.parquet")

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from practicum.loop.metrics import StepReport, Stopwatch, rollout_metrics, update_metrics
+from practicum.train import UpdateStats
+from practicum.types import Score
+from tests.samples import make_sample
+
+
+def test_means_are_over_graded_samples_only() -> None:
+    samples = [make_sample(answer=n) for n in (1, 2, 3)]
+    metrics = rollout_metrics(samples, [Score(1.0), Score(None, status="invalid"), Score(0.0)])
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["reward/failed_share"] == pytest.approx(1 / 3)
+    assert metrics["rollout/answer_tokens"] == 2.0
+
+
+def test_sums_over_ranks_become_means_over_tokens() -> None:
+    ranks = [
+        UpdateStats(num_tokens=1, loss=4.0, rollout_kl=1.0, rollout_gap=0.1, grad_norm=2.0, lr=0.5),
+        UpdateStats(num_tokens=3, loss=0.0, rollout_kl=3.0, rollout_gap=0.4, grad_norm=2.0, lr=0.5),
+    ]
+    metrics = update_metrics(UpdateStats.combined(ranks))
+    assert metrics["actor/loss"] == 1.0
+    assert metrics["rollout/kl"] == 1.0
+    assert metrics["rollout/largest_gap"] == 0.4
+    assert metrics["actor/grad_norm"] == 2.0
+
+
+def test_the_stopwatch_adds_up_phases() -> None:
+    watch = Stopwatch()
+    for _ in range(2):
+        with watch.phase("rollout"):
+            time.sleep(0.01)
+    metrics = watch.metrics(num_tokens=100)
+    assert 0.02 <= metrics["time/rollout_s"] <= metrics["time/step_s"]
+    assert metrics["time/tokens_per_s"] == pytest.approx(100 / metrics["time/step_s"], rel=0.01)
+
+
+def test_a_report_names_what_people_ask_for() -> None:
+    report = StepReport(1, 2, {"reward/mean": 0.5, "rollout/kl": 0.1, "time/tokens_per_s": 3.0})
+    assert (report.reward, report.kl, report.tokens_per_s, report.accuracy) == (0.5, 0.1, 3.0, None)

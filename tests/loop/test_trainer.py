@@ -1,0 +1,143 @@
+"""The loop as a whole, on a tiny model: in process, on Ray, on two ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from practicum import Config, Trainer
+from practicum.errors import DataError, ModelError, ResourceError, RewardError
+from practicum.loop.run_folder import read_metrics
+from practicum.models import load_model
+
+MakeConfig = Callable[..., Config]
+
+
+def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
+
+
+def weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    return dict(load_model(str(run_dir / "checkpoints" / f"step-{step:06d}" / "model")).named_parameters())
+
+
+def test_a_run_leaves_everything_in_its_folder(make_config: MakeConfig) -> None:
+    config = make_config("trainer.steps=3", "validation.every=2", "trainer.checkpoint_every=2")
+    reports = list(Trainer(config).steps())
+    assert [report.number for report in reports] == [1, 2, 3]
+    assert all(report.kl < 1e-5 for report in reports)
+    assert [report.accuracy is not None for report in reports] == [False, True, True]
+    run_dir = Path(config.trainer.run_dir)
+    assert Config.load(run_dir / "config.yaml") == config
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert rows[1]["reward/mean"] == reports[0].reward
+    assert list((run_dir / "tensorboard").glob("events.*"))
+    assert (run_dir / "answers" / "step-000001.txt").exists()
+    assert [p.name for p in sorted((run_dir / "checkpoints").iterdir())] == ["step-000002", "step-000003"]
+
+
+def test_rewards_rise(make_config: MakeConfig) -> None:
+    config = make_config("trainer.steps=25", "data.prompts_per_step=8", "rollout.answers_per_prompt=8")
+    rewards = [report.reward for report in Trainer(config).steps()]
+    assert sum(rewards[-5:]) / 5 > 1.3 * sum(rewards[:5]) / 5
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(make_config: MakeConfig, tmp_path: Path) -> None:
+    overrides = ["trainer.steps=4", "trainer.checkpoint_every=2", "actor.lr_schedule=linear", "actor.mini_batches=2"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    list(Trainer(make_config(*overrides, f"trainer.run_dir={whole}")).steps())
+    steps = Trainer(make_config(*overrides, f"trainer.run_dir={parts}")).steps()
+    for report in steps:
+        if report.number == 3:  # past the checkpoint at 2
+            steps.close()  # type: ignore[attr-defined]
+    resumed = Trainer(make_config(*overrides, f"trainer.run_dir={parts}", "resume=auto"))
+    assert [report.number for report in resumed.steps()] == [3, 4]
+    assert timeless(read_metrics(parts)) == timeless(read_metrics(whole))
+    first, second = weights(whole, 4), weights(parts, 4)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert list(resumed.steps()) == []  # nothing is left to do
+
+
+@pytest.mark.slow
+def test_ray_and_two_workers_give_the_same_result(make_config: MakeConfig, tmp_path: Path, ray_session: None) -> None:
+    results = {}
+    for name, overrides in {
+        "local": [],
+        "ray": ["controller.backend=ray"],
+        "two": ["controller.backend=ray", "trainer.num_workers=2"],
+    }.items():
+        run_dir = tmp_path / name
+        config = make_config("data.prompts_per_step=5", "trainer.steps=2", f"trainer.run_dir={run_dir}", *overrides)
+        list(Trainer(config).steps())
+        results[name] = (timeless(read_metrics(run_dir)), weights(run_dir, 2))
+    assert results["ray"][0] == results["local"][0]
+    for row, other in zip(results["two"][0], results["local"][0], strict=True):
+        assert row == pytest.approx(other, rel=1e-3, abs=1e-5)
+    for name, tensor in results["local"][1].items():
+        assert torch.equal(tensor, results["ray"][1][name])
+        assert (tensor - results["two"][1][name]).abs().max() < 1e-4, name
+
+
+def test_ungraded_samples_are_left_out_not_counted_as_zero(make_config: MakeConfig, tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "calls = 0\n"
+        "def grade(sample):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    if calls % 8 == 1:\n"
+        "        raise ValueError('odd one')\n"
+        "    return 2.0 + calls % 2\n"
+    )
+    config = make_config(
+        f"reward.function={reward}:grade", "reward.max_failure_share=0.5", "trainer.steps=1", "data.validation=null"
+    )
+    (report,) = Trainer(config).steps()
+    assert report.metrics["reward/failed_share"] == pytest.approx(2 / 16)
+    assert 2.0 <= report.reward <= 3.0  # a zero would have pulled it below
+
+
+def test_long_prompts_are_dropped_and_counted_or_refused(make_config: MakeConfig, write_jsonl: Any) -> None:
+    path = write_jsonl({"prompt": "1+1="}, {"prompt": "1" * 40}, {"prompt": "2+2="})
+    trainer = Trainer(make_config(f"data.train={path}", "data.validation=null"))
+    assert trainer.num_dropped_prompts == 1
+    with pytest.raises(DataError, match=r"1 of 3 prompts in .* more than 16 tokens, the first is .*:2"):
+        Trainer(make_config(f"data.train={path}", "data.overlong=error"))
+    with pytest.raises(DataError, match=r"raise data\.max_prompt_tokens"):
+        Trainer(make_config(f"data.train={path}", "data.max_prompt_tokens=1"))
+
+
+def test_mistakes_are_found_before_anything_starts(make_config: MakeConfig, tmp_path: Path, tiny_model: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        Trainer(make_config("data.train=nowhere.jsonl"))
+    with pytest.raises(ModelError, match="does not exist"):
+        Trainer(make_config("model.path=./nowhere"))
+    with pytest.raises(RewardError, match="has no function"):
+        Trainer(make_config("reward.function=tests/rewards.py:nothing"))
+    bare = tmp_path / "bare"
+    load_model(str(tiny_model)).save_pretrained(bare)
+    with pytest.raises(ModelError, match=r"has no tokenizer"):
+        Trainer(make_config(f"model.path={bare}"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_workers_than_the_machine_has(make_config: MakeConfig, ray_session: None) -> None:
+    config = make_config("controller.backend=ray", "trainer.num_workers=99", "data.prompts_per_step=100")
+    with pytest.raises(ResourceError, match="asked for 99 processes"):
+        list(Trainer(config).steps())
+
+
+def test_a_failing_reward_stops_the_run_with_its_reason(make_config: MakeConfig) -> None:
+    config = make_config("reward.function=tests/rewards.py:always_raises", "data.validation=null")
+    with pytest.raises(RewardError, match=r"16 of 16 samples could not be graded.*on strike"):
+        list(Trainer(config).steps())
+    # The folder is free again, and the run can be continued once the function is mended.
+    mended = make_config("resume=auto")
+    assert len(list(Trainer(mended).steps())) == 2
+    assert json.loads((Path(mended.trainer.run_dir) / "checkpoints/step-000002/state.json").read_text())["step"] == 2

@@ -1,0 +1,27 @@
+"""Samples made by hand, for tests that need no model."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from practicum import Prompt, Sample
+from practicum.types import TrainingSample
+
+
+def make_sample(prompt: int = 2, answer: int = 3, *, text: str = "", truth: str | None = None, seed: int = 0) -> Sample:
+    """`prompt` and `answer` are numbers of tokens."""
+    random = np.random.default_rng([seed, prompt, answer])
+    return Sample(
+        prompt=Prompt(f"prompt-{seed}", text="?", answer=truth),
+        prompt_ids=random.integers(4, 16, prompt).astype(np.int32),
+        token_ids=random.integers(4, 16, answer).astype(np.int32),
+        log_probs=-random.random(answer).astype(np.float32),
+        loss_mask=np.ones(answer, np.bool_),
+        versions=np.zeros(answer, np.int32),
+        text=text,
+        finish_reason="stop",
+    )
+
+
+def make_training_sample(prompt: int = 2, answer: int = 3, advantage: float = 1.0, seed: int = 0) -> TrainingSample:
+    return TrainingSample(make_sample(prompt, answer, seed=seed), advantage)

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from practicum.config import Config, known_keys
+from practicum.errors import ConfigError
+
+MINIMAL: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "reward": {"grader": "exact"}}
+
+
+def message(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_tree(MINIMAL, overrides)
+    return str(caught.value)
+
+
+def test_yaml_file_and_overrides_reach_the_same_keys(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text(yaml.safe_dump({**MINIMAL, "actor": {"lr": 1e-3, "mini_batches": 2}}))
+    config = Config.load(path, ["actor.lr=5e-7", "rollout.answers_per_prompt=4"])
+    assert config.actor.lr == 5e-7
+    assert config.actor.mini_batches == 2
+    assert config.rollout.answers_per_prompt == 4
+
+
+def test_the_resolved_config_loads_again_as_the_same(tmp_path: Path) -> None:
+    config = Config.from_tree(MINIMAL, ["trainer.num_workers=2", "resume=auto"])
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml())
+    assert Config.load(path) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "unknown", "meant"),
+    [
+        ("actor.lrr=1", "actor.lrr", "actor.lr"),
+        ("trainer.num_worker=2", "trainer.num_worker", "trainer.num_workers"),
+        ("rolout.engine=hf", "rolout", "rollout"),
+        ("lr=1", "lr", "actor.lr"),
+        ("rollout.answer_per_prompt=2", "rollout.answer_per_prompt", "rollout.answers_per_prompt"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_known_one(override: str, unknown: str, meant: str) -> None:
+    text = message(override)
+    assert f"unknown key '{unknown}'" in text
+    assert f"Did you mean '{meant}'?" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("actor.lr=fast", ["actor.lr", "'fast'", "number"]),
+        ("actor.lr=-1", ["actor.lr", "-1", "greater than 0"]),
+        ("trainer.steps=0", ["trainer.steps", "0", "greater than or equal to 1"]),
+        ("rollout.engine=magic", ["rollout.engine", "'magic'", "'hf'"]),
+        ("controller.backend=slurm", ["controller.backend", "'ray' or 'local'"]),
+        ("actor=3", ["actor", "3"]),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_allowed(override: str, parts: list[str]) -> None:
+    text = message(override)
+    for part in parts:
+        assert part in text
+
+
+def test_several_mistakes_are_reported_together() -> None:
+    text = message("actor.lr=-1", "trainer.stepps=3")
+    assert "actor.lr" in text and "trainer.stepps" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["rollout.answers_per_prompt=1"], ["grpo", "answers_per_prompt=1", "at least 2"]),
+        (["data.prompts_per_step=30", "actor.mini_batches=4"], ["30", "4", "30 prompts x 8 answers = 240 samples"]),
+        (["data.prompts_per_step=2", "trainer.num_workers=4"], ["num_workers=4", "2 prompts x 8 answers"]),
+        (["actor.micro_batch_tokens=700"], ["700", "512 + 256 = 768"]),
+        (["controller.backend=local", "trainer.num_workers=2"], ["local", "num_workers=1"]),
+        (["validation.every=5"], ["data.validation"]),
+        (["reward.function=f.py:g"], ["exactly one of reward.grader and reward.function"]),
+    ],
+)
+def test_rules_across_sections_show_the_numbers(overrides: list[str], parts: list[str]) -> None:
+    text = message(*overrides)
+    for part in parts:
+        assert part in text
+
+
+@pytest.mark.parametrize("override", ["actor.lr", "=3", "actor.lr=[1"])
+def test_a_malformed_override_is_quoted(override: str) -> None:
+    assert override.partition("=")[0] in message(override)
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml cannot be read"):
+        Config.load(tmp_path / "nowhere.yaml")
+    (tmp_path / "list.yaml").write_text("[1, 2]")
+    with pytest.raises(ConfigError, match="holds a list"):
+        Config.load(tmp_path / "list.yaml")
+    (tmp_path / "broken.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        Config.load(tmp_path / "broken.yaml")
+    (tmp_path / "empty.yaml").write_text("")
+    with pytest.raises(ConfigError, match="model is missing"):
+        Config.load(tmp_path / "empty.yaml")
+
+
+def test_the_tree_cannot_be_changed_after_loading() -> None:
+    config = Config.from_tree(MINIMAL)
+    with pytest.raises(ValidationError):
+        config.actor.lr = 1.0  # type: ignore[misc]
+
+
+def test_every_key_is_read_somewhere() -> None:
+    source = Path(__file__).parents[1] / "src" / "practicum"
+    others = "\n".join(path.read_text() for path in source.rglob("*.py") if path.name != "config.py")
+    derived = (source / "config.py").read_text().split("def samples_per_step")[1]
+    sampling = (source / "config.py").read_text().split("def sampling")[1].split("class ")[0]
+    for key in known_keys():
+        leaf = key.rpartition(".")[2]
+        assert f".{leaf}" in others + derived + sampling, f"nobody reads {key}"

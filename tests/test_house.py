@@ -1,0 +1,78 @@
+"""Rules of the house that a reader relies on: imports point one way, files and functions stay readable."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "practicum"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+BASE = {"errors", "types", "config"}
+# Room -> the rooms it may import from, beside itself.
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "types": {"errors"},
+    "config": {"errors", "types"},
+    "models": {"errors", "types"},
+    "controller": BASE - {"types"},
+    "algo": BASE,
+    "data": BASE,
+    "weights": BASE,
+    "rollout": BASE | {"models", "controller", "weights"},
+    "reward": BASE | {"models", "controller", "rollout"},
+    "train": BASE | {"models", "controller", "algo", "data", "weights"},
+    "loop": BASE | {"models", "controller", "algo", "data", "weights", "rollout", "reward", "train"},
+    "demo": BASE | {"models"},
+    "__main__": {"cli"},
+    "cli": BASE | {"loop", "demo"},
+    "__init__": BASE | {"loop"},
+}
+
+
+def room(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module)
+        elif isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+    return {name.split(".")[1] for name in names if name.startswith("practicum.")}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_point_one_way(path: Path) -> None:
+    forbidden = imported_rooms(path) - ALLOWED[room(path)] - {room(path)}
+    assert not forbidden, f"{room(path)} must not import {', '.join(sorted(forbidden))}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_files_functions_and_classes_stay_readable(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None and node.end_lineno - node.lineno < 60, node.name
+        elif isinstance(node, ast.ClassDef):
+            assert node.end_lineno is not None and node.end_lineno - node.lineno < 300, node.name
+
+
+# Nothing but names for what others make and use.
+WITHOUT_BEHAVIOUR = {"__init__.py", "__main__.py", "weights/update.py"}
+
+
+def test_every_module_has_a_test_file() -> None:
+    tests = Path(__file__).parent
+    for path in FILES:
+        relative = path.relative_to(SOURCE)
+        if {path.name, str(relative)} & WITHOUT_BEHAVIOUR:
+            continue
+        expected = tests / relative.parent / f"test_{path.name}"
+        assert expected.exists(), f"{relative} has no {expected.relative_to(tests)}"

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from practicum import Message, Prompt
+from practicum.errors import DataError, ModelError
+from practicum.models import encode_prompts, load_config, load_model, load_tokenizer, resolve_device
+
+
+def test_a_folder_loads_model_and_tokenizer(tiny_model: Path) -> None:
+    assert type(load_model(str(tiny_model))).__name__ == "Qwen3MoeForCausalLM"
+    assert load_tokenizer(str(tiny_model)).eos_token == "<end>"
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "one/two/three"])
+def test_a_missing_folder_is_named(path: str) -> None:
+    with pytest.raises(ModelError, match="does not exist"):
+        load_config(path)
+
+
+def test_a_folder_without_its_parts_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json cannot be loaded"):
+        load_config(str(tmp_path))
+    with pytest.raises(ModelError, match=r"has no tokenizer .*save_pretrained"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_model_that_writes_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    with pytest.raises(ModelError, match="'vit', which transformers has no causal LM for"):
+        load_model(str(tmp_path))
+
+
+def test_damaged_weights_are_named(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((tiny_model / "config.json").read_text())
+    with pytest.raises(ModelError, match="weights cannot be loaded"):
+        load_model(str(tmp_path))
+
+
+def test_text_is_encoded_as_it_is_and_messages_by_the_template(tiny_model: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_model))
+    prompts = [
+        Prompt("a", text="1+2="),
+        Prompt("b", messages=(Message("user", "1+2="),)),
+        Prompt("c", text="<user>1+2=<bot>"),
+    ]
+    plain, chat, written_out = encode_prompts(tokenizer, prompts)
+    assert tokenizer.decode(plain) == "1+2="
+    assert chat.tolist() == written_out.tolist()
+    assert len(chat) == len(plain) + 2
+    tokenizer.chat_template = None
+    with pytest.raises(ModelError, match=r"prompt b has chat messages, but .* no chat template"):
+        encode_prompts(tokenizer, prompts)
+
+
+def test_a_prompt_without_tokens_is_refused() -> None:
+    def drops_everything(texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[] for _ in texts]}
+
+    with pytest.raises(DataError, match="prompt x has no tokens"):
+        encode_prompts(drops_everything, [Prompt("x", text="~")])
+
+
+def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert resolve_device("auto").type == "cpu"
+    with pytest.raises(ModelError, match=r"trainer\.device=cpu"):
+        resolve_device("cuda")

@@ -1,0 +1,159 @@
+"""The learner on its own: what an update changes must not depend on how the work is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from practicum.controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, WorkerGroup
+from practicum.data import plan_micro_batches
+from practicum.models import load_model
+from practicum.train import ActorSettings, ActorWorker, MiniBatch, UpdateStats
+from practicum.types import TrainingSample
+from tests.samples import make_training_sample
+
+SAMPLES = [make_training_sample(2 + i % 3, 1 + i % 7, advantage=(-1.0) ** i * (0.5 + i % 2), seed=i) for i in range(13)]
+
+
+def settings(model: Path, **changes: Any) -> ActorSettings:
+    fields: dict[str, Any] = {
+        "model_path": str(model),
+        "device": "cpu",
+        "compute_dtype": "float32",
+        "threads": 1,
+        "seed": 0,
+        "lr": 1e-3,
+        "lr_schedule": "linear",
+        "num_updates": 10,
+        "num_warmup": 0,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "temperature": 1.0,
+        "gradient_checkpointing": False,
+        "collective_timeout_s": 60.0,
+    }
+    return ActorSettings(**{**fields, **changes})
+
+
+def mini_batches(samples: Sequence[TrainingSample], num_ranks: int, budget: int, parts: int = 1) -> list[Any]:
+    ranks: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
+    for part in range(parts):
+        members = samples[part::parts]
+        plan = plan_micro_batches([m.sample.num_tokens for m in members], num_ranks, budget)
+        num_tokens = sum(len(m.sample.token_ids) for m in members)
+        for rank, micros in enumerate(plan):
+            ranks[rank].append(MiniBatch([[members[i] for i in micro] for micro in micros], num_tokens))
+    return ranks
+
+
+def updated(
+    group: WorkerGroup[ActorWorker], folder: Path, budget: int, parts: int = 1, steps: int = 2
+) -> tuple[UpdateStats, dict[str, torch.Tensor]]:
+    for _ in range(steps):
+        stats = group.map(ActorWorker.update, mini_batches(SAMPLES, group.world_size, budget, parts))
+    folder.mkdir()
+    group.execute_all(ActorWorker.save, str(folder))
+    return UpdateStats.combined(stats), dict(load_model(str(folder / "model")).named_parameters())
+
+
+def on_one_rank(
+    model: Path, folder: Path, budget: int = 200, parts: int = 1, **changes: Any
+) -> tuple[UpdateStats, dict[str, torch.Tensor]]:
+    group = LocalWorkerGroup(RayClassWithInitArgs(ActorWorker, settings(model, **changes)), name="actor")
+    try:
+        return updated(group, folder, budget, parts)
+    finally:
+        group.shutdown()
+
+
+def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], tolerance: float = 2e-5) -> None:
+    assert first.keys() == second.keys()
+    for name in first:
+        # AdamW turns tiny gradients into full steps, so rounding shows in a few weights; the update itself is 2e-3.
+        assert (first[name] - second[name]).abs().max() <= tolerance, name
+
+
+def test_an_update_does_not_depend_on_the_micro_batches(tiny_model: Path, tmp_path: Path) -> None:
+    one, weights = on_one_rank(tiny_model, tmp_path / "one", budget=200)
+    many, same_weights = on_one_rank(tiny_model, tmp_path / "many", budget=12)
+    assert_same(weights, same_weights)
+    assert many.loss == pytest.approx(one.loss, rel=1e-4)
+    assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
+    assert many.num_tokens == one.num_tokens == sum(len(s.sample.token_ids) for s in SAMPLES)
+    before = dict(load_model(str(tiny_model)).named_parameters())
+    assert max((weights[name] - before[name]).abs().max().item() for name in weights) > 1e-3
+
+
+def test_nor_on_gradient_checkpointing(tiny_model: Path, tmp_path: Path) -> None:
+    _, plain = on_one_rank(tiny_model, tmp_path / "plain")
+    _, saving = on_one_rank(tiny_model, tmp_path / "saving", gradient_checkpointing=True)
+    assert_same(plain, saving)
+
+
+@pytest.mark.slow
+def test_nor_on_the_number_of_ranks(tiny_model: Path, tmp_path: Path, ray_session: None) -> None:
+    one, weights = on_one_rank(tiny_model, tmp_path / "one", budget=40, parts=2)
+    with RayResourcePool([2]) as pool:
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(ActorWorker, settings(tiny_model)), name="actors")
+        try:
+            two, same_weights = updated(group, tmp_path / "two", budget=40, parts=2)
+        finally:
+            group.shutdown()
+    assert_same(weights, same_weights)
+    assert two.num_tokens == one.num_tokens
+    for field in ("loss", "entropy", "rollout_kl", "rollout_gap", "grad_norm"):
+        assert getattr(two, field) == pytest.approx(getattr(one, field), rel=1e-4, abs=1e-5), field
+
+
+def test_several_updates_a_step_use_the_log_probs_from_before_it(tiny_model: Path, tmp_path: Path) -> None:
+    stats, _ = on_one_rank(tiny_model, tmp_path / "run", parts=3, lr=2e-2)
+    assert stats.clipped > 0
+    single, _ = on_one_rank(tiny_model, tmp_path / "single", parts=1, lr=2e-2)
+    assert single.clipped == 0
+
+
+def test_good_answers_become_likelier(tiny_model: Path) -> None:
+    samples = [make_training_sample(3, 4, advantage=1.0 if i < 4 else -1.0, seed=i) for i in range(8)]
+    group = LocalWorkerGroup(RayClassWithInitArgs(ActorWorker, settings(tiny_model, num_updates=100)), name="actor")
+    try:
+        first = group.map(ActorWorker.update, mini_batches(samples[:4], 1, 200))[0]
+        for _ in range(5):
+            group.map(ActorWorker.update, mini_batches(samples, 1, 200))
+        # The learner's gap to the fixed "rollout" log-probs tells how its own have moved.
+        good = group.map(ActorWorker.update, mini_batches(samples[:4], 1, 200))[0]
+    finally:
+        group.shutdown()
+    assert good.rollout_kl < first.rollout_kl
+
+
+def test_a_restored_learner_goes_on_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
+    packed = RayClassWithInitArgs(ActorWorker, settings(tiny_model))
+    group = LocalWorkerGroup(packed, name="actor")
+    updated(group, tmp_path / "saved", budget=40)
+    stats, weights = updated(group, tmp_path / "straight", budget=40)
+    group.shutdown()
+    group = LocalWorkerGroup(RayClassWithInitArgs(ActorWorker, settings(tmp_path / "saved" / "model")), name="restored")
+    group.execute_all(ActorWorker.load, str(tmp_path / "saved"))
+    again, same_weights = updated(group, tmp_path / "resumed", budget=40)
+    group.shutdown()
+    assert again == stats
+    assert_same(weights, same_weights, tolerance=0.0)
+
+
+def test_published_weights_are_the_learners_own_memory(tiny_model: Path) -> None:
+    group = LocalWorkerGroup(RayClassWithInitArgs(ActorWorker, settings(tiny_model)), name="actor")
+    try:
+        (update,) = group.execute_all(ActorWorker.publish, 1)
+        assert update.shared and update.version == 1
+        tensors = dict(update.tensors)
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
+        group.map(ActorWorker.update, mini_batches(SAMPLES, 1, 200))
+        assert any(not torch.equal(before[name], tensors[name]) for name in tensors)
+    finally:
+        group.shutdown()

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from practicum.data import pack
+from practicum.models import load_model
+from practicum.train.model import LogProbModel
+from tests.samples import make_training_sample
+
+
+def tiny(family: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": 32,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape)).eval()
+
+
+# gemma2 caps its logits after the output layer, and alternates local and global attention.
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mixtral", "gemma2"])
+def test_packed_log_probs_equal_those_of_each_sample_alone(family: str) -> None:
+    model = tiny(family)
+    samples = [make_training_sample(p, a, seed=i) for i, (p, a) in enumerate([(3, 9), (2, 2), (5, 1), (1, 4), (4, 8)])]
+    expected = []
+    for item in samples:
+        ids = torch.tensor([*item.sample.prompt_ids, *item.sample.token_ids])[None]
+        with torch.no_grad():
+            log_probs = (model(input_ids=ids).logits[0, :-1].float() / 0.7).log_softmax(-1)
+        expected.append(log_probs.gather(-1, ids[0, 1:, None])[len(item.sample.prompt_ids) - 1 :, 0])
+    packed = pack(samples)
+    assert packed.input_ids.shape[0] < len(samples)  # several samples share a row
+    inputs = (packed.input_ids, packed.position_ids, packed.predict_at, packed.targets)
+    with torch.no_grad():
+        found, entropy = LogProbModel(model)(*map(torch.from_numpy, inputs), temperature=0.7)
+    assert (found - torch.cat(expected)).abs().max() < 2e-5
+    assert ((entropy > 0) & (entropy < torch.log(torch.tensor(32.0)))).all()
+
+
+def test_the_model_is_as_before_outside_of_it(tiny_model: Path) -> None:
+    model = load_model(str(tiny_model)).eval()
+    ids = torch.tensor([[4, 5, 6]])
+    before = model(input_ids=ids).logits
+    LogProbModel(model)
+    assert torch.equal(model(input_ids=ids).logits, before)

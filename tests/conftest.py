@@ -51,7 +51,7 @@ def config_tree(model: Path, data: Path, run_dir: Path) -> dict[str, Any]:
         # Random weights hardly ever add: an answer with even digits is as good a goal.
         "reward": {"function": f"{Path(__file__).parent / 'rewards.py'}:share_of_even_digits"},
         "actor": {"lr": 1e-3, "micro_batch_tokens": 64},
-        "trainer": {"steps": 2, "threads_per_worker": 1, "run_dir": str(run_dir)},
+        "trainer": {"steps": 2, "device": "cpu", "threads_per_worker": 1, "run_dir": str(run_dir)},
         "controller": {"backend": "local"},
     }
 

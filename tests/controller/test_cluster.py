@@ -17,26 +17,34 @@ with ray_cluster():
 """
 
 
+def start_driver() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_no_process_survives_the_driver(how: signal.Signals) -> None:
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    driver = start_driver()
     assert driver.stdout is not None and driver.stdout.readline() == b"up\n"
     started = psutil.Process(driver.pid).children(recursive=True)
     assert started
     driver.send_signal(how)
     driver.wait(30)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and any(_alive(process) for process in started):
-        time.sleep(0.2)
-    assert [process for process in started if _alive(process)] == []
+    assert not psutil.wait_procs(started, timeout=20)[1]
 
 
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0.2, 1.5])
+def test_nor_a_driver_killed_while_ray_starts(delay_s: float) -> None:
+    driver = start_driver()
+    deadline = time.monotonic() + 30
+    while len(psutil.Process(driver.pid).children()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)  # the watchdog, then the first of Ray's processes
+    time.sleep(delay_s)
+    started = psutil.Process(driver.pid).children(recursive=True)
+    driver.kill()
+    driver.wait(30)
+    assert not psutil.wait_procs(started, timeout=20)[1]
 
 
 @pytest.mark.slow

@@ -2,25 +2,34 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
 
 DRIVER = """
-import os, subprocess, sys
+import os, subprocess, sys, time
 from practicum.controller.watchdog import watch_over_children
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-with watch_over_children():
+sleep = "import time; time.sleep(60)"
+parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', '{{sleep}}']); {{sleep}}"
+with watch_over_children() as all_started:
+    child = subprocess.Popen([sys.executable, "-c", parent], start_new_session=True)
     print(child.pid, flush=True)
+    time.sleep(1)
+    {before_ending}
     {ending}
 """
 
 
+@pytest.mark.parametrize("before_ending", ["pass", "all_started()"])
 @pytest.mark.parametrize("ending", ["os.kill(os.getpid(), 9)", "os._exit(1)", "raise ValueError", "pass"])
-def test_what_the_driver_leaves_behind_is_ended(ending: str) -> None:
-    code = DRIVER.format(ending=ending)
+def test_what_the_driver_leaves_behind_is_ended(ending: str, before_ending: str) -> None:
+    code = DRIVER.format(ending=ending, before_ending=before_ending)
     driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert driver.stdout is not None
     child = psutil.Process(int(driver.stdout.readline()))
+    time.sleep(0.5)
+    left_behind = [child, *child.children()]
+    assert len(left_behind) == 2
     driver.wait(10)
-    assert not psutil.wait_procs([child], timeout=10)[1]
+    assert not psutil.wait_procs(left_behind, timeout=10)[1]

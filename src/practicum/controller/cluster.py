@@ -7,7 +7,7 @@ import os
 import socket
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import ray
 
@@ -28,29 +28,24 @@ def ray_cluster(address: str | None = None) -> Iterator[None]:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # An actor without an accelerator keeps the driver's view of the devices instead of a changed environment.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ray.init(
-                address=address or "local",
-                include_dashboard=None if address else False,
-                logging_level=logging.ERROR,
-                log_to_driver=False,
-            )
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        where = f"join the Ray cluster at {address!r}" if address else "start Ray on this machine"
-        raise ResourceError(f"could not {where}: {error}") from error
-    if address:
+    with ExitStack() as stack:
+        all_started = None if address else stack.enter_context(watch_over_children())
         try:
-            yield
-        finally:
-            ray.shutdown()
-        return
-    with watch_over_children():
-        try:
-            yield
-        finally:
-            ray.shutdown()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                ray.init(
+                    address=address or "local",
+                    include_dashboard=None if address else False,
+                    logging_level=logging.ERROR,
+                    log_to_driver=False,
+                )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            where = f"join the Ray cluster at {address!r}" if address else "start Ray on this machine"
+            raise ResourceError(f"could not {where}: {error}") from error
+        stack.callback(ray.shutdown)
+        if all_started:
+            all_started()
+        yield
 
 
 def _refuse_if_nobody_answers(address: str, timeout_s: float = 10.0) -> None:

@@ -1,58 +1,68 @@
 """Ends a Ray that its driver left behind. Runs as a script in a process of its own, so that `kill -9` cannot skip it.
 
 Some of Ray's helper processes outlive a killed driver by a minute, since they first try to report to what is gone. The
-driver holds the other end of this process's standard input: when that closes, however the driver ended, whatever is
-left of the processes given by `pid:start time` is killed, with their children.
+driver holds the other end of this process's standard input. Until the driver says that all is started, the watchdog
+keeps looking which processes descend from it; when the input closes, however the driver ended, it kills them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import psutil
 
+_LOOK_EVERY_S = 0.1
+
 
 @contextmanager
-def watch_over_children() -> Iterator[None]:
-    """Whatever processes this one has started by now end at the latest with it."""
-    started = psutil.Process().children(recursive=True)
-    marks = []
-    for process in started:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            marks.append(f"{process.pid}:{process.create_time()}")
+def watch_over_children() -> Iterator[Callable[[], None]]:
+    """Processes started in the block, and their children, end at the latest with this one. Call the given function
+    once all are started: that ends the looking, not the watch."""
     watchdog = subprocess.Popen(
-        [sys.executable, __file__, *marks],
+        [sys.executable, __file__, str(os.getpid())],
         stdin=subprocess.PIPE,
         start_new_session=True,  # a Ctrl-C at the terminal is for the driver, not for the watchdog
     )
-    try:
-        yield
-    finally:
+    assert watchdog.stdin is not None
+
+    def all_started() -> None:
         assert watchdog.stdin is not None
+        watchdog.stdin.write(b"all started\n")
+        watchdog.stdin.flush()
+
+    try:
+        yield all_started
+    finally:
         watchdog.stdin.close()
         watchdog.wait(timeout=30)
 
 
-def _same_process(mark: str) -> psutil.Process | None:
-    pid, _, start = mark.partition(":")
+def _descendants(process: psutil.Process) -> set[psutil.Process]:
     try:
-        process = psutil.Process(int(pid))
-        return process if str(process.create_time()) == start else None
+        return set(process.children(recursive=True))
     except psutil.NoSuchProcess:
-        return None
+        return set()
 
 
 def main() -> None:
-    sys.stdin.read()
-    for process in filter(None, map(_same_process, sys.argv[1:])):
+    driver, myself = psutil.Process(int(sys.argv[1])), psutil.Process()
+    seen: set[psutil.Process] = set()  # psutil compares start times too, so a reused pid is another process
+    while not select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0]:
+        seen |= _descendants(driver)
+    if sys.stdin.readline():
+        seen |= _descendants(driver)
+        sys.stdin.read()
+    for process in list(seen):
+        seen |= _descendants(process)
+    for process in seen - {myself}:
         with contextlib.suppress(psutil.NoSuchProcess):
-            for child in [*process.children(recursive=True), process]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
+            process.kill()
 
 
 if __name__ == "__main__":

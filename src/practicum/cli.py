@@ -44,19 +44,22 @@ def demo(
         from rich.console import Console
 
         from practicum.demo.run import prepare, start_afresh
+        from practicum.loop.progress import PLAIN
 
         console = Console()
         resuming = any(override.strip() == "resume=auto" for override in overrides or [])
         if not resuming:
             start_afresh(folder)
-        with console.status("making a tiny model and warming it up on worked examples") as status:
+        with console.status("making a tiny model and warming it up on worked sums") as status:
 
             def on_step(step: int, accuracy: float) -> None:
                 status.update(f"supervised warm-up: step {step}, accuracy {accuracy:.2f}")
 
             config = prepare(folder, overrides or [], on_step)
         console.print(
-            f"A tiny Qwen3-MoE, warmed up on worked sums, is in {config.model.path}. Now it practises (GRPO)."
+            f"A tiny Qwen3-MoE, warmed up on worked sums (40 % of them wrong), is in {config.model.path}. "
+            "Now it practises (GRPO).",
+            **PLAIN,
         )
         _run(config, console, title="Practicum demo: a tiny mixture of experts learns to add")
 

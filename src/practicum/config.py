@@ -19,7 +19,7 @@ from practicum.types import SamplingParams
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
 
 
 class ModelConfig(Section):
@@ -35,11 +35,13 @@ class DataConfig(Section):
     validation: str | None = None
     """The same, for held-out prompts. Without it nothing is validated."""
     prompts_per_step: int = Field(default=32, ge=1)
+    """Questions asked in each step."""
     prompt_key: str = "prompt"
     """Field with the question: a string, or a list of {role, content} messages."""
     answer_key: str = "answer"
     """Field with the ground truth."""
     max_prompt_tokens: int = Field(default=512, ge=1)
+    """Longest prompt, chat template included."""
     overlong: Literal["drop", "error"] = "drop"
     """What to do with longer prompts: drop and count them, or stop with an error that names the first."""
 
@@ -48,11 +50,15 @@ class RolloutConfig(Section):
     engine: Literal["hf"] = "hf"
     """hf: transformers' own generate."""
     answers_per_prompt: int = Field(default=8, ge=1)
+    """Answers sampled to each question; GRPO compares them with each other."""
     max_new_tokens: int = Field(default=256, ge=1)
+    """Longest answer; a longer one is cut off."""
     temperature: float = Field(default=1.0, gt=0)
+    """Logits are divided by it, in rollout and training alike."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample only from the likeliest tokens that together reach this probability; 1 filters nothing."""
     top_k: int = Field(default=0, ge=0)
-    """0 filters nothing."""
+    """Sample only from so many likeliest tokens; 0 filters nothing."""
     max_batch: int = Field(default=512, ge=1)
     """Answers one worker writes at a time."""
 
@@ -67,8 +73,9 @@ class ValidationConfig(Section):
     every: int = Field(default=0, ge=0)
     """Steps between validations; 0 validates only before the first and after the last step."""
     temperature: float = Field(default=1.0, ge=0)
-    """0 is greedy."""
+    """Of the answers to held-out prompts; 0 is greedy."""
     answers_per_prompt: int = Field(default=1, ge=1)
+    """Answers to each held-out prompt; the accuracy is their mean score."""
     max_prompts: int | None = Field(default=None, ge=1)
     """Use only the first so many held-out prompts. None uses all."""
 
@@ -92,37 +99,49 @@ class RewardConfig(Section):
 
 class ActorConfig(Section):
     lr: float = Field(default=1e-6, gt=0)
+    """AdamW's learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls over the run, to zero at its end."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises to its full value."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
+    """A longer gradient is scaled down to this norm."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """How far below 1 the ratio of new to old probability may push."""
     clip_high: float = Field(default=0.28, gt=0)
-    """The ratio new/old probability is clipped to [1 - clip_low, 1 + clip_high]."""
+    """How far above 1 it may push; more room upwards keeps rare good tokens alive (clip-higher)."""
     mini_batches: int = Field(default=1, ge=1)
     """Optimizer updates per step; the prompts of a step are divided evenly among them."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Tokens in one forward and backward pass on one worker. Changes memory, never the gradient."""
     gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
 
 
 class AlgorithmConfig(Section):
     name: Literal["grpo"] = "grpo"
+    """How rewards become advantages. grpo: against the mean and deviation of the answers to the same prompt."""
 
 
 class TrainerConfig(Section):
     steps: int = Field(default=100, ge=1)
+    """Length of the run."""
     num_workers: int = Field(default=1, ge=1)
     """Processes that hold the model, sharded over them; each writes its share of the answers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes the GPU where there is one."""
     threads_per_worker: int | None = Field(default=None, ge=1)
     """CPU threads of each worker. None divides the machine's cores evenly."""
     seed: int = Field(default=0, ge=0)
+    """Decides the order of the prompts and every sampled token."""
     run_dir: str = Field(default="runs/latest", min_length=1)
+    """Folder for everything the run leaves behind."""
     checkpoint_every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0 writes one only after the last step."""
     keep_checkpoints: int = Field(default=2, ge=1)
+    """Older checkpoints are deleted."""
     log_answers_every: int = Field(default=10, ge=1)
     """Steps between files of sampled answers in the run folder."""
 
@@ -133,19 +152,30 @@ class ControllerConfig(Section):
     address: str | None = None
     """Address of a running Ray cluster. None starts Ray on this machine for the run."""
     start_timeout_s: float = Field(default=300.0, gt=0)
+    """How long the workers may take to come up."""
     call_timeout_s: float = Field(default=1800.0, gt=0)
+    """How long one call to the workers may take, such as the rollout of a step."""
 
 
 class Config(Section):
     model: ModelConfig
+    """The model to train."""
     data: DataConfig
+    """What it practises on."""
     reward: RewardConfig
+    """How its answers are graded. Set exactly one of grader and function."""
     rollout: RolloutConfig = RolloutConfig()
+    """How answers are written."""
     validation: ValidationConfig = ValidationConfig()
+    """Measuring on held-out prompts."""
     actor: ActorConfig = ActorConfig()
+    """How it learns."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    """What it learns from the rewards."""
     trainer: TrainerConfig = TrainerConfig()
+    """The run as a whole."""
     controller: ControllerConfig = ControllerConfig()
+    """Where the workers live."""
     resume: Literal["never", "auto"] = "never"
     """auto continues from the newest checkpoint in the run folder; never refuses a folder that holds a run."""
 

@@ -123,6 +123,28 @@ time.sleep(600)
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+def test_who_is_not_on_is_frozen_and_goes_home_when_the_driver_is_killed(tmp_path: Path) -> None:
+    driver = f"""
+import sys, time
+from pathlib import Path
+from bench.turns import Contestant
+with Contestant("ours", [sys.executable, "-c", {HONEST.format(amount=1)!r}], Path({str(tmp_path)!r})) as ours:
+    ours.ready(30)
+    ours.go(1, 30)
+    print(ours.pid, flush=True)
+    time.sleep(600)
+"""
+    with subprocess.Popen(python(driver), cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        contestant = psutil.Process(int(process.stdout.readline()))
+        deadline = time.monotonic() + 5
+        while contestant.status() != psutil.STATUS_STOPPED:
+            assert time.monotonic() < deadline, "it was not frozen after its turn"
+        process.kill()
+    gone, _ = psutil.wait_procs([contestant], timeout=10)
+    assert gone
+
+
 def test_one_that_never_gets_ready_hits_its_deadline(tmp_path: Path) -> None:
     with (
         pytest.raises(ContestantError, match="'slow' passed its deadline and has not sent 'ready'"),

@@ -15,6 +15,7 @@ def test_it_stops_once_answers_would_be_right_often_enough(tmp_path: Path) -> No
         problems,
         seed=0,
         until_accuracy=0.2,
+        wrong_share=0.25,
         max_steps=300,
         batch_size=8,
         on_step=lambda step, accuracy: seen.append(accuracy),

@@ -13,7 +13,8 @@ from practicum.demo.arithmetic import all_problems, write_problems
 from practicum.demo.warmup import warm_up
 
 NUM_HELD_OUT = 400
-WARM_UP_ACCURACY = 0.28
+WARM_UP_ACCURACY = 0.3
+WRONG_SHARE = 0.4
 
 
 def start_afresh(folder: Path) -> None:
@@ -35,7 +36,14 @@ def prepare(
     if not (folder / "model").exists():
         torch.set_num_threads(1)  # the model is too small to gain from more
         unfinished = folder / ".model"
-        warm_up(unfinished, train, seed=seed, until_accuracy=WARM_UP_ACCURACY, on_step=on_warm_up_step)
+        warm_up(
+            unfinished,
+            train,
+            seed=seed,
+            until_accuracy=WARM_UP_ACCURACY,
+            wrong_share=WRONG_SHARE,
+            on_step=on_warm_up_step,
+        )
         unfinished.rename(folder / "model")
     return config
 
@@ -54,7 +62,7 @@ def demo_config(folder: Path, overrides: Sequence[str]) -> Config:
         "reward": {"grader": "exact"},
         "actor": {"lr": 5.0e-4, "lr_schedule": "linear", "mini_batches": 4},
         "trainer": {
-            "steps": 250,
+            "steps": 150,
             "threads_per_worker": 1,
             "checkpoint_every": 50,
             "run_dir": str(folder / "run"),

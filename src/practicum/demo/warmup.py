@@ -1,4 +1,10 @@
-"""A short supervised warm-up, so that the demonstration's model finds the right answer now and then."""
+"""A short supervised warm-up, so that the demonstration's model finds the right answer now and then.
+
+The worked examples are like those of the world: a share of them is wrong. The model learns to hedge, finds the right
+answer to most problems sometimes, and has something to learn from practice on nearly all of them. With only right
+examples it comes out sure of some kinds of sums and hopeless at others, where practice has nothing to reward: of three
+seeds one ended at 0.56 held-out accuracy after 250 steps; with 40 % wrong ones all three pass 0.8 within 100.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +26,13 @@ def warm_up(
     *,
     seed: int,
     until_accuracy: float,
+    wrong_share: float,
     max_steps: int = 2000,
     batch_size: int = 64,
     lr: float = 2e-3,
     on_step: Callable[[int, float], None] = lambda step, accuracy: None,
 ) -> None:
-    """Train the tiny model on questions with their answers, then save it and its tokenizer into `folder`.
+    """Train the tiny model on questions with answers, a share of them wrong; save it and its tokenizer into `folder`.
 
     Stops when an answer sampled at temperature 1 would be right with probability `until_accuracy`, on the mean of the
     last batches (fresh problems each).
@@ -36,10 +43,12 @@ def warm_up(
     recent: deque[float] = deque(maxlen=10)
     for step in range(1, max_steps + 1):
         chosen = [problems[i] for i in random.choice(len(problems), batch_size, replace=False)]
-        input_ids, learnt = _batch(tokenizer, chosen)
+        right = random.random(batch_size) >= wrong_share
+        answers = [p.answer if ok else _wrong_answer(p, random) for p, ok in zip(chosen, right, strict=True)]
+        input_ids, learnt = _batch(tokenizer, chosen, answers)
         log_probs = model(input_ids=input_ids).logits[:, :-1].log_softmax(-1)
         log_probs = log_probs.gather(-1, input_ids[:, 1:, None])[..., 0] * learnt[:, 1:]
-        recent.append(log_probs.detach().sum(-1).exp().mean().item())
+        recent.append(log_probs.detach().sum(-1).exp()[torch.from_numpy(right)].mean().item())
         accuracy = sum(recent) / len(recent)
         on_step(step, accuracy)
         if len(recent) == recent.maxlen and accuracy >= until_accuracy:
@@ -51,10 +60,18 @@ def warm_up(
     save_model(model, tokenizer, folder)
 
 
-def _batch(tokenizer: Any, problems: Sequence[Problem]) -> tuple[torch.Tensor, torch.Tensor]:
+def _wrong_answer(problem: Problem, random: np.random.Generator) -> str:
+    """The sum with one digit replaced."""
+    digits = list(problem.answer)
+    place = random.integers(len(digits))
+    digits[place] = random.choice([digit for digit in "0123456789" if digit != digits[place]])
+    return "".join(digits)
+
+
+def _batch(tokenizer: Any, problems: Sequence[Problem], answers: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [batch, width], padded at the end, and where the answers are in them [batch, width]."""
     questions = [f"{USER}{problem.question}{BOT}" for problem in problems]
-    texts = [f"{question}{problem.answer}{END}" for question, problem in zip(questions, problems, strict=True)]
+    texts = [f"{question}{answer}{END}" for question, answer in zip(questions, answers, strict=True)]
     encoded = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
     learnt = encoded["attention_mask"].bool()
     learnt[:, : len(tokenizer(questions[0])["input_ids"])] = False

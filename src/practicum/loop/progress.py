@@ -17,7 +17,7 @@ from practicum.loop.metrics import StepReport
 from practicum.loop.summary import Summary, comparisons
 
 _PLAIN_LINES_EVERY_S = 10.0
-_PLAIN: dict[str, Any] = {"highlight": False, "soft_wrap": True}
+PLAIN: dict[str, Any] = {"highlight": False, "soft_wrap": True}
 
 
 class Progress:
@@ -46,7 +46,7 @@ class Progress:
             self._live.update(self._table(step))
         elif self._is_due(step):
             self._last_line = time.monotonic()
-            self._console.print("  ".join(f"{name} {value}" for name, value in self._columns(step)), **_PLAIN)
+            self._console.print("  ".join(f"{name} {value}" for name, value in self._columns(step)), **PLAIN)
 
     def _is_due(self, step: StepReport) -> bool:
         noteworthy = step.number in (1, step.num_steps) or step.accuracy is not None
@@ -77,11 +77,11 @@ def print_ending(console: Console, run_dir: Path, summary: Summary, report: Path
         console.print(
             f"held-out accuracy: {summary.accuracy_before:.3f} before, {summary.accuracy_after:.3f} after "
             f"{summary.steps} steps ({summary.seconds:.0f} s, {summary.tokens_per_s:,.0f} tokens/s)",
-            **_PLAIN,
+            **PLAIN,
         )
     else:
         console.print(
-            f"reward: {summary.reward_first:.3f} in the first step, {summary.reward_last:.3f} in the last", **_PLAIN
+            f"reward: {summary.reward_first:.3f} in the first step, {summary.reward_last:.3f} in the last", **PLAIN
         )
     found = comparisons(run_dir, summary.steps)[:3]
     if found:
@@ -91,7 +91,7 @@ def print_ending(console: Console, run_dir: Path, summary: Summary, report: Path
                 c.question, c.expected, _judged(c.before, c.correct_before), _judged(c.after, c.correct_after)
             )
         console.print(table)
-    console.print(f"report: {report}\nmodel:  {run_dir / 'checkpoints'}", **_PLAIN)
+    console.print(f"report: {report}\nmodel:  {run_dir / 'checkpoints'}", **PLAIN)
 
 
 def _judged(answer: str, correct: bool) -> Text:

@@ -43,13 +43,10 @@ def demo(
     with _errors_as_messages(debug):
         from rich.console import Console
 
-        from practicum.demo.run import prepare, start_afresh
+        from practicum.demo.run import prepare
         from practicum.loop.progress import PLAIN
 
         console = Console()
-        resuming = any(override.strip() == "resume=auto" for override in overrides or [])
-        if not resuming:
-            start_afresh(folder)
         with console.status("making a tiny model and warming it up on worked sums") as status:
 
             def on_step(step: int, accuracy: float) -> None:
@@ -87,16 +84,12 @@ def explain(config_file: ConfigFile, overrides: Overrides = None, debug: Debug =
 
 
 def _run(config: Config, console: Any, title: str) -> None:
-    from practicum.loop.progress import Progress, print_ending
+    from practicum.loop.progress import PLAIN, Progress, print_ending
     from practicum.loop.report import write_report
     from practicum.loop.summary import write_summary
     from practicum.loop.trainer import Trainer
 
-    trainer = Trainer(config)
-    if trainer.num_dropped_prompts:
-        console.print(
-            f"left out {trainer.num_dropped_prompts} prompts longer than {config.data.max_prompt_tokens} tokens"
-        )
+    trainer = Trainer(config, notify=lambda text: console.print(text, **PLAIN))
     with Progress(console) as progress:
         for step in trainer.steps():
             progress.show(step)

@@ -227,6 +227,11 @@ class Config(Section):
             num_answers=self.validation.answers_per_prompt,
         )
 
+    def changes_from(self, other: Config) -> list[str]:
+        """`key: old -> new` for every value that differs."""
+        mine, theirs = _leaves(self.model_dump()), _leaves(other.model_dump())
+        return [f"{key}: {theirs[key]} -> {value}" for key, value in mine.items() if theirs[key] != value]
+
     def batch_algebra(self) -> str:
         """The numbers of one step, as a person would write them down."""
         prompts, answers, updates = self.data.prompts_per_step, self.rollout.answers_per_prompt, self.actor.mini_batches
@@ -298,6 +303,13 @@ def _with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
         except yaml.YAMLError as error:
             raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
     return merged
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return leaves
 
 
 def _copied(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from practicum.demo.run import demo_config, prepare, start_afresh
-from practicum.errors import ConfigError
+from practicum.demo.run import demo_config, prepare
+from practicum.errors import CheckpointError, ConfigError
 
 
 def test_overrides_reach_the_demo_and_mistakes_are_named(tmp_path: Path) -> None:
@@ -14,15 +14,29 @@ def test_overrides_reach_the_demo_and_mistakes_are_named(tmp_path: Path) -> None
         demo_config(tmp_path, ["trainer.step=3"])
 
 
-def test_starting_afresh_removes_only_what_the_demo_made(tmp_path: Path) -> None:
-    for name in ("run/checkpoints", "model", "mine"):
-        (tmp_path / name).mkdir(parents=True)
-    start_afresh(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+@pytest.fixture
+def quick_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("practicum.demo.run.WARM_UP_ACCURACY", 0.0)
+
+
+def test_a_second_demo_removes_only_what_the_first_made(tmp_path: Path, quick_warm_up: None) -> None:
+    prepare(tmp_path, [])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "mine").mkdir()
+    prepare(tmp_path, [])
+    assert not (tmp_path / "run").exists()
+    assert (tmp_path / "mine").exists() and (tmp_path / "model" / "config.json").exists()
+
+
+def test_files_of_somebody_else_are_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(CheckpointError, match="model was not made by the demo"):
+        prepare(tmp_path, [])
+    assert (tmp_path / "model").exists()
 
 
 def test_a_model_that_is_there_is_kept_for_a_resumed_demo(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    config = prepare(tmp_path, [])
+    config = prepare(tmp_path, ["resume=auto"])
     assert list((tmp_path / "model").iterdir()) == []
     assert Path(config.data.train).exists() and config.data.validation is not None

@@ -56,12 +56,22 @@ def test_a_resumed_run_is_the_uninterrupted_one(make_config: MakeConfig, tmp_pat
     for report in steps:
         if report.number == 3:  # past the checkpoint at 2
             steps.close()  # type: ignore[attr-defined]
-    resumed = Trainer(make_config(*overrides, f"trainer.run_dir={parts}", "resume=auto"))
+    notices: list[str] = []
+    resumed = Trainer(make_config(*overrides, f"trainer.run_dir={parts}", "resume=auto"), notify=notices.append)
     assert [report.number for report in resumed.steps()] == [3, 4]
     assert timeless(read_metrics(parts)) == timeless(read_metrics(whole))
     first, second = weights(whole, 4), weights(parts, 4)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert list(resumed.steps()) == []  # nothing is left to do
+    assert notices == ["going on after step 2", "going on after step 4"]
+
+
+def test_a_run_resumed_with_another_config_says_what_changed(make_config: MakeConfig) -> None:
+    list(Trainer(make_config()).steps())
+    notices: list[str] = []
+    longer = make_config("trainer.steps=3", "actor.lr=2e-3", "resume=auto")
+    assert [report.number for report in Trainer(longer, notify=notices.append).steps()] == [3]
+    assert notices == ["going on after step 2; actor.lr: 0.001 -> 0.002; trainer.steps: 2 -> 3"]
 
 
 @pytest.mark.slow
@@ -105,8 +115,9 @@ def test_ungraded_samples_are_left_out_not_counted_as_zero(make_config: MakeConf
 
 def test_long_prompts_are_dropped_and_counted_or_refused(make_config: MakeConfig, write_jsonl: Any) -> None:
     path = write_jsonl({"prompt": "1+1="}, {"prompt": "1" * 40}, {"prompt": "2+2="})
-    trainer = Trainer(make_config(f"data.train={path}", "data.validation=null"))
-    assert trainer.num_dropped_prompts == 1
+    notices: list[str] = []
+    Trainer(make_config(f"data.train={path}", "data.validation=null"), notify=notices.append)
+    assert notices == [f"1 of 3 prompts in {path} have more than 16 tokens; they are left out"]
     with pytest.raises(DataError, match=r"1 of 3 prompts in .* more than 16 tokens, the first is .*:2"):
         Trainer(make_config(f"data.train={path}", "data.overlong=error"))
     with pytest.raises(DataError, match=r"raise data\.max_prompt_tokens"):

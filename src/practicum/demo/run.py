@@ -11,25 +11,27 @@ import torch
 from practicum.config import Config
 from practicum.demo.arithmetic import all_problems, write_problems
 from practicum.demo.warmup import warm_up
+from practicum.errors import CheckpointError
 
 NUM_HELD_OUT = 400
 WARM_UP_ACCURACY = 0.3
 WRONG_SHARE = 0.4
-
-
-def start_afresh(folder: Path) -> None:
-    """Remove what an earlier demo left, and nothing else."""
-    for name in ("run", "model", ".model"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+_MARK = ".made-by-practicum-demo"
 
 
 def prepare(
     folder: Path, overrides: Sequence[str], on_warm_up_step: Callable[[int, float], None] = lambda step, accuracy: None
 ) -> Config:
-    """Write `folder`/{train.jsonl, held-out.jsonl, model/}, a model that is already there apart; return the config."""
+    """Make `folder`/{train.jsonl, held-out.jsonl, model/}, and return the config that trains on them.
+
+    With `resume=auto` a model that is there is kept, since the run to go on with started from it.
+    """
     config = demo_config(folder, overrides)
-    seed = config.trainer.seed
+    if config.resume == "never":
+        _start_afresh(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / _MARK).touch()
+    seed = config.trainer.seed
     train, held_out = all_problems(seed, NUM_HELD_OUT)
     write_problems(folder / "train.jsonl", train)
     write_problems(folder / "held-out.jsonl", held_out)
@@ -46,6 +48,16 @@ def prepare(
         )
         unfinished.rename(folder / "model")
     return config
+
+
+def _start_afresh(folder: Path) -> None:
+    """Remove what an earlier demo left; refuse a folder in which somebody else's files have those names."""
+    made = [folder / name for name in ("train.jsonl", "held-out.jsonl", "run", "model", ".model")]
+    there = [path for path in made if path.exists()]
+    if there and not (folder / _MARK).exists():
+        raise CheckpointError(f"{there[0]} was not made by the demo and would be overwritten: use another --folder.")
+    for path in there:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def demo_config(folder: Path, overrides: Sequence[str]) -> Config:

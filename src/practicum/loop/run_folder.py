@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from practicum.config import Config
-from practicum.errors import CheckpointError
+from practicum.errors import CheckpointError, ConfigError
 from practicum.types import Sample, Score
 
 SHOWN_VALIDATIONS = 20
@@ -87,6 +87,7 @@ class RunFolder:
         for leftover in (self.path / "checkpoints").glob(".*"):
             shutil.rmtree(leftover)
         checkpoint = self._newest()
+        self.changes = _changes(saved, config) if checkpoint else []
         self._cut_metrics(checkpoint.state.step if checkpoint else -1)
         write_durably(saved, config.to_yaml())
         return checkpoint
@@ -149,6 +150,15 @@ class RunFolder:
         ]
         lines = "".join(json.dumps(row, default=str) + "\n" for row in rows)
         write_durably(self.path / "validation" / f"step-{step:06d}.jsonl", lines)
+
+
+def _changes(saved: Path, config: Config) -> list[str]:
+    """What the config to go on with says differently from the one the run was started with."""
+    try:
+        before = Config.load(saved)
+    except ConfigError as error:  # from a version with other keys
+        return [f"the run's own config cannot be read any more: {error}"]
+    return [change for change in config.changes_from(before) if not change.startswith("resume:")]
 
 
 def question(sample: Sample) -> str:

@@ -9,8 +9,9 @@ placement); reward workers share the pool in processes of their own.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -33,15 +34,17 @@ from practicum.train import ActorSettings, ActorWorker, MiniBatch, UpdateStats
 from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams, Score, TrainingSample
 
 EncodedPrompt = tuple[Prompt, NDArray[np.int32]]
+_log = logging.getLogger("practicum")
 _TRAINING, _VALIDATION = 0, 1  # streams of random numbers
 
 
 class Trainer:
     """`for step in Trainer(config).steps(): ...`. All processes are started by the loop and end with it."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, notify: Callable[[str], None] = _log.info) -> None:
+        """`notify` is told, in a sentence, what a person should know but need not act on."""
         self.config = config
-        self.num_dropped_prompts = 0
+        self._notify = notify
         check_reward(config.reward.grader, config.reward.function)
         load_config(config.model.path)
         tokenizer = load_tokenizer(config.model.path)
@@ -57,6 +60,8 @@ class Trainer:
             stack.callback(folder.close)
             resumed = folder.checkpoint
             first = resumed.state.step + 1 if resumed else 1
+            if resumed:
+                self._notify("; ".join([f"going on after step {first - 1}", *folder.changes]))
             if first > self.config.trainer.steps:
                 return
             self._start(stack, folder)
@@ -215,7 +220,7 @@ class Trainer:
         what = f"{dropped} of {len(encoded)} prompts in {path} have more than {data.max_prompt_tokens} tokens"
         if data.overlong == "error" or not short:
             raise DataError(f"{what}, the first is {first.id}: raise data.max_prompt_tokens or set data.overlong=drop.")
-        self.num_dropped_prompts += dropped
+        self._notify(f"{what}; they are left out")
         return short
 
 

@@ -9,6 +9,7 @@ Attention keeps the samples of a row apart by the restarting positions. Padding 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,19 +21,23 @@ from practicum.types import TrainingSample
 
 
 def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
-    """Indices by rank and micro-batch: the fewest for which no packed one exceeds `max_tokens`, tokens spread evenly.
+    """Indices by rank and micro-batch: about the fewest that stay within `max_tokens` when packed, tokens spread evenly.
 
     Every rank gets the same number of micro-batches, since collectives inside them must pair up; when the samples
     do not go round, the last ones are empty.
     """
     if max(lengths) > max_tokens:
         raise ValueError(f"a sequence of {max(lengths)} tokens does not fit in a micro-batch of {max_tokens}")
-    per_rank = max(1, -(-sum(lengths) // (max_tokens * num_ranks)))
-    while True:
+
+    def fits(per_rank: int) -> bool:
         bins = _spread(lengths, per_rank * num_ranks)
-        if all(_packed_tokens([lengths[i] for i in members]) <= max_tokens for members in bins):
-            return [bins[rank::num_ranks] for rank in range(num_ranks)]
-        per_rank += 1  # ends at the latest with one sample in each
+        return all(_packed_tokens([lengths[i] for i in members]) <= max_tokens for members in bins)
+
+    # The fewest that fit, between as many as the bare tokens need and one for each sample.
+    fewest, most = max(1, -(-sum(lengths) // (max_tokens * num_ranks))), -(-len(lengths) // num_ranks)
+    per_rank = fewest + bisect_left(range(fewest, most), True, key=fits)
+    bins = _spread(lengths, per_rank * num_ranks)
+    return [bins[rank::num_ranks] for rank in range(num_ranks)]
 
 
 def _spread(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
@@ -54,17 +59,17 @@ def fill_rows(lengths: Sequence[int]) -> list[list[int]]:
     """Indices of the sequences of each row; no row is longer than the longest sequence. Best fit, longest first."""
     width = max(lengths, default=0)
     rows: list[list[int]] = []
-    by_space: list[list[int]] = [[] for _ in range(width + 1)]  # rows by the space left in them
+    spaces: list[tuple[int, int]] = []  # space left in a row, and the row; sorted
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[index]
-        space = next((s for s in range(length, width) if by_space[s]), width)
-        if space == width:
-            rows.append([])
-            row = len(rows) - 1
+        tightest = bisect_left(spaces, (length, 0))
+        if tightest < len(spaces):
+            space, row = spaces.pop(tightest)
         else:
-            row = by_space[space].pop()
+            space, row = width, len(rows)
+            rows.append([])
         rows[row].append(index)
-        by_space[space - length].append(row)
+        insort(spaces, (space - length, row))
     return rows
 
 

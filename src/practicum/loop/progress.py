@@ -88,7 +88,10 @@ def print_ending(console: Console, run_dir: Path, summary: Summary, report: Path
         table = Table("held-out question", "expected", "before", "after", box=None, padding=(0, 3, 0, 0))
         for c in found:
             table.add_row(
-                c.question, c.expected, _judged(c.before, c.correct_before), _judged(c.after, c.correct_after)
+                Text(c.question),
+                Text(c.expected),
+                _judged(c.before, c.correct_before),
+                _judged(c.after, c.correct_after),
             )
         console.print(table)
     console.print(f"report: {report}\nmodel:  {run_dir / 'checkpoints'}", **PLAIN)

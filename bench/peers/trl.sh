@@ -12,7 +12,7 @@ venv-trl/bin/python -m pip install --quiet \
   "torch==2.13.0" \
   "trl==1.16.0" \
   "transformers==5.22.2" \
-  "accelerate" \
-  "datasets" \
-  "psutil"
+  "accelerate==1.15.0" \
+  "datasets==5.2.0" \
+  "psutil==7.2.2"
 venv-trl/bin/python -c 'import torch, transformers, trl; print(f"trl {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}")'

@@ -21,7 +21,7 @@ from practicum.types import TrainingSample
 
 
 def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
-    """Indices by rank and micro-batch: about the fewest that stay within `max_tokens` when packed, tokens spread evenly.
+    """Indices by rank and micro-batch: about the fewest that, packed, stay within `max_tokens`, evenly filled.
 
     Every rank gets the same number of micro-batches, since collectives inside them must pair up; when the samples
     do not go round, the last ones are empty.

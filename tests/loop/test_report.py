@@ -4,7 +4,9 @@ import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from practicum.loop.report import write_report
+import pytest
+
+from practicum.loop.report import _ticks, write_report
 from practicum.loop.summary import Summary
 
 
@@ -30,3 +32,10 @@ def test_the_report_is_one_file_with_its_curves(tmp_path: Path) -> None:
     assert curve is not None
     heights = [float(point.split(",")[1]) for point in curve.attrib["points"].split()]
     assert heights == sorted(heights, reverse=True) and len(heights) == 5  # up the page as the reward rises
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 0.887), (1, 250), (-12.9, -12.0), (0, 5.93), (0, 1e-9), (3, 3e6)])
+def test_axes_are_labelled_with_a_few_round_numbers(low: float, high: float) -> None:
+    ticks = _ticks(low, high)
+    assert 3 <= len(ticks) <= 7
+    assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)

@@ -131,17 +131,22 @@ def _line(points: Points, scale: _Scale, colour: str) -> str:
 
 def _axes(scale: _Scale, log_scale: bool) -> str:
     parts = []
-    for i in range(5):
-        y = scale.y_low + (scale.y_high - scale.y_low) * i / 4
+    for y in _ticks(scale.y_low, scale.y_high):
         _, height = scale.place(scale.x_low, y)
-        label = f"{10**y:.0e}" if log_scale else f"{y:.3g}"
+        label = f"{10**y:.0e}" if log_scale else f"{y:g}"
         parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{height:.1f}" y2="{height:.1f}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{height + 4:.1f}" text-anchor="end">{label}</text>')
-    for i in range(5):
-        x = scale.x_low + (scale.x_high - scale.x_low) * i / 4
+    for x in _ticks(scale.x_low, scale.x_high):
         across, _ = scale.place(x, scale.y_low)
-        parts.append(f'<text x="{across:.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{x:.0f}</text>')
+        parts.append(f'<text x="{across:.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{x:g}</text>')
     return "".join(parts)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Three to seven round numbers between the two."""
+    magnitude = 10.0 ** math.floor(math.log10(high - low))
+    step = next(s * magnitude for s in (0.2, 0.5, 1.0, 2.0, 5.0) if (high - low) / (s * magnitude) <= 6)
+    return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 _STYLE = """

@@ -35,6 +35,7 @@ from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams, Scor
 
 EncodedPrompt = tuple[Prompt, NDArray[np.int32]]
 _log = logging.getLogger("practicum")
+_SHOWN_ANSWERS = 8
 _TRAINING, _VALIDATION = 0, 1  # streams of random numbers
 
 
@@ -96,7 +97,8 @@ class Trainer:
         with watch.phase("weights"):
             self._rollout.execute_all(RolloutWorker.update_weights, number)
         if number % self.config.trainer.log_answers_every == 0 or number == 1:
-            self._folder.write_answers(number, samples[:8], scores[:8])
+            shown = slice(None, None, max(1, len(samples) // _SHOWN_ANSWERS))  # of different prompts
+            self._folder.write_answers(number, samples[shown], scores[shown])
         metrics = {**rollout_metrics(samples, scores), "reward/groups_with_signal": signal, **update_metrics(stats)}
         metrics |= watch.metrics(sum(len(sample.token_ids) for sample in samples))
         if self._validation_prompts and self._due(number, self.config.validation.every):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 
@@ -71,3 +72,34 @@ def takes_two(sample: Sample, truth: str) -> float:
 
 def takes_none() -> float:
     return 0.0
+
+
+async def blocks_the_loop(sample: Sample) -> float:
+    if sample.text == "1":
+        time.sleep(20)
+    return 1.0
+
+
+async def will_not_be_cancelled(sample: Sample) -> float:
+    if sample.text == "1":
+        for _ in range(20):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1)
+    return 1.0
+
+
+async def exits_async(sample: Sample) -> float:
+    if sample.text == "1":
+        sys.exit(3)
+    return 1.0
+
+
+async def times_out_itself(sample: Sample) -> float:
+    if sample.text == "1":
+        raise TimeoutError("the judge did not answer")
+    return 1.0
+
+
+def always_hangs(sample: Sample) -> float:
+    time.sleep(60)
+    return 1.0

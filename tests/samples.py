@@ -24,4 +24,4 @@ def make_sample(prompt: int = 2, answer: int = 3, *, text: str = "", truth: str 
 
 
 def make_training_sample(prompt: int = 2, answer: int = 3, advantage: float = 1.0, seed: int = 0) -> TrainingSample:
-    return TrainingSample(make_sample(prompt, answer, seed=seed), advantage)
+    return TrainingSample(make_sample(prompt, answer, seed=seed), np.full(answer, advantage, np.float32))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,8 +74,21 @@ def test_a_mistake_is_a_paragraph_and_exit_code_2(config_file: Path, overrides: 
     assert code == 2
     assert errors.startswith("error: ") and complaint in errors
     assert "Traceback" not in errors
-    code = CliRunner().invoke(app, ["train", str(config_file), *overrides, "--debug"], catch_exceptions=True).exit_code
-    assert code == 1  # the traceback of an uncaught exception
+    code, _, errors = practicum("train", config_file, *overrides, "--debug")
+    assert code == 2 and "Traceback" in errors and complaint in errors
+
+
+@pytest.mark.slow
+def test_debug_shows_the_traceback_of_the_worker(config_file: Path, tiny_model: Path, tmp_path: Path) -> None:
+    truncated = tmp_path / "truncated"
+    shutil.copytree(tiny_model, truncated)
+    weights = truncated / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    arguments = [str(config_file), "controller.backend=ray", f"model.path={truncated}"]
+    run = subprocess.run(command(*arguments, "--debug"), capture_output=True, text=True, timeout=120)
+    assert run.returncode == 2
+    assert "on the worker:" in run.stderr and "train/actor.py" in run.stderr
+    assert run.stderr.splitlines()[-1].startswith("error: model folder")
 
 
 def test_an_empty_data_file_is_a_mistake(config_file: Path, tmp_path: Path) -> None:
@@ -86,10 +100,19 @@ def test_an_empty_data_file_is_a_mistake(config_file: Path, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_too_many_workers_leave_no_process_behind(config_file: Path) -> None:
     overrides = ["controller.backend=ray", "trainer.num_workers=64", "data.prompts_per_step=64"]
-    run = subprocess.run(command(config_file, *overrides), capture_output=True, text=True, timeout=120)
+    run = subprocess.Popen(
+        command(config_file, *overrides), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    started: set[psutil.Process] = set()
+    while run.poll() is None:
+        started.update(children_of(run))
+        time.sleep(0.05)
     assert run.returncode == 2
-    assert "asked for 64 processes" in run.stderr
-    assert "Traceback" not in run.stderr and run.stderr.count("\n") <= 2
+    assert run.stderr is not None
+    errors = run.stderr.read()
+    assert "asked for 64 processes" in errors
+    assert "Traceback" not in errors and errors.count("\n") <= 2
+    assert started and not psutil.wait_procs(started, timeout=10)[1]
 
 
 def test_help_is_quick_and_needs_no_heavy_imports() -> None:
@@ -97,11 +120,11 @@ def test_help_is_quick_and_needs_no_heavy_imports() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
-def command(config_file: Path, *overrides: str) -> list[str]:
+def command(config_file: Path | str, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "practicum", "train", str(config_file), *overrides]
 
 
-def children_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def children_of(process: subprocess.Popen[Any]) -> list[psutil.Process]:
     try:
         return psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 from pydantic import ValidationError
 
+from practicum.algo import ADVANTAGES
 from practicum.config import Config, known_keys
 from practicum.errors import ConfigError
+from practicum.models import DTYPES
+from practicum.rollout import ENGINES
+from practicum.train.schedule import SCHEDULES
 
 MINIMAL: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "reward": {"grader": "exact"}}
 
@@ -66,6 +70,29 @@ def test_a_wrong_value_is_named_with_what_is_allowed(override: str, parts: list[
     text = message(override)
     for part in parts:
         assert part in text
+
+
+def test_text_is_taken_as_it_is_and_null_is_none() -> None:
+    config = Config.from_tree(MINIMAL, ["trainer.run_dir=my runs #2", "data.validation=null", "model.path=1e3"])
+    assert (config.trainer.run_dir, config.data.validation, config.model.path) == ("my runs #2", None, "1e3")
+
+
+@pytest.mark.parametrize("value", [".inf", ".nan"])
+def test_numbers_are_finite(value: str) -> None:
+    assert "controller.call_timeout_s" in message(f"controller.call_timeout_s={value}")
+
+
+def test_choices_are_those_of_their_tables() -> None:
+    tables = {
+        "rollout.engine": ENGINES,
+        "algorithm.name": ADVANTAGES,
+        "actor.lr_schedule": SCHEDULES,
+        "model.dtype": DTYPES,
+    }
+    for key, table in tables.items():
+        section, _, leaf = key.partition(".")
+        annotation = Config.model_fields[section].annotation.model_fields[leaf].annotation  # type: ignore[union-attr]
+        assert get_args(annotation) == tuple(table), key
 
 
 def test_several_mistakes_are_reported_together() -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from practicum import Message, Prompt
 from practicum.errors import DataError, ModelError
@@ -40,6 +42,29 @@ def test_damaged_weights_are_named(tiny_model: Path, tmp_path: Path) -> None:
         load_model(str(tmp_path))
 
 
+def test_weights_that_are_not_there_are_not_made_up(tiny_model: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    gone = next(name for name in tensors if "q_proj" in name)
+    save_file({k: v for k, v in tensors.items() if k != gone}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"1 of its weights are not in its files .* the first is .*q_proj"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_dropout_is_off_also_in_training_mode(family: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"vocab_size": 32, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "ffn_dim": 32}
+    more = {"word_embed_proj_dim": 16} if family == "opt" else {}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape, **more)).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path)).train()
+    ids = torch.arange(2, 10)[None]
+    assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
 def test_text_is_encoded_as_it_is_and_messages_by_the_template(tiny_model: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_model))
     prompts = [
@@ -51,6 +76,9 @@ def test_text_is_encoded_as_it_is_and_messages_by_the_template(tiny_model: Path)
     assert tokenizer.decode(plain) == "1+2="
     assert chat.tolist() == written_out.tolist()
     assert len(chat) == len(plain) + 2
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(DataError, match="prompt b: the model's chat template refuses its messages: System role"):
+        encode_prompts(tokenizer, prompts)
     tokenizer.chat_template = None
     with pytest.raises(ModelError, match=r"prompt b has chat messages, but .* no chat template"):
         encode_prompts(tokenizer, prompts)

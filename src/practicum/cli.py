@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,16 +107,16 @@ def _errors_as_messages(debug: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if debug:
-            raise
-        _fail("interrupted. Continue with resume=auto.", 130)
+        _fail("interrupted. resume=auto goes on from the newest checkpoint.", 130)
     except PracticumError as error:
         if debug:
-            raise
+            traceback.print_exc()
+            if isinstance(error, WorkerError) and error.remote_traceback:
+                typer.echo(f"\non the worker:\n{error.remote_traceback}", err=True)
         cause = error.cause if isinstance(error, WorkerError) else error
         if isinstance(cause, PracticumError):
             _fail(str(cause), USER_ERROR)
-        _fail(f"{error}\nRun again with --debug for the traceback.", WORKER_ERROR)
+        _fail(f"{error}" + ("" if debug else "\nRun again with --debug for the traceback."), WORKER_ERROR)
 
 
 def _terminated(number: int, frame: object) -> NoReturn:

@@ -19,7 +19,9 @@ from practicum.types import SamplingParams
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class ModelConfig(Section):
@@ -138,7 +140,7 @@ class TrainerConfig(Section):
     """Decides the order of the prompts and every sampled token."""
     run_dir: str = Field(default="runs/latest", min_length=1)
     """Folder for everything the run leaves behind."""
-    checkpoint_every: int = Field(default=0, ge=0)
+    checkpoint_every: int = Field(default=25, ge=0)
     """Steps between checkpoints; 0 writes one only after the last step."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Older checkpoints are deleted."""
@@ -299,10 +301,21 @@ def _with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
                 raise ConfigError(f"override {override!r}: {section!r} is a value, not a section.{_nearest(key)}")
             node = child
         try:
-            node[leaf] = yaml.safe_load(text)
+            node[leaf] = text if _is_text(key) and text != "null" else yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
     return merged
+
+
+def _is_text(key: str) -> bool:
+    """Whether the key holds a string, which an override gives as it is: `a #2` is no YAML comment there."""
+    model: Any = Config
+    for part in key.split("."):
+        field = getattr(model, "model_fields", {}).get(part)
+        if field is None:
+            return False
+        model = field.annotation
+    return model in (str, str | None)
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

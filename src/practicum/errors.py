@@ -5,6 +5,7 @@ PracticumError
 ├── DataError          a prompt file: missing, empty, or a record that cannot be used
 ├── ModelError         a model folder or hub name that cannot be loaded or trained
 ├── RewardError        a reward function that cannot be used, or too many samples that could not be graded
+├── TrainingError      a loss or gradient that is no longer a number
 ├── CheckpointError    a run folder that cannot be written, resumed or read
 ├── ResourceError      more processes or accelerators asked for than the machine or cluster has
 └── WorkerError        a worker raised; carries group, rank, node, pid and the remote traceback
@@ -36,6 +37,10 @@ class ModelError(PracticumError, ValueError):
 
 class RewardError(PracticumError, ValueError):
     """Answers cannot be graded."""
+
+
+class TrainingError(PracticumError):
+    """The numbers of the training have gone wrong; going on would only spoil the weights."""
 
 
 class CheckpointError(PracticumError):

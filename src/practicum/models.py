@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
 from practicum.errors import DataError, ModelError
 from practicum.types import Prompt
@@ -25,6 +28,16 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def num_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def absolute(path: str) -> str:
+    """A local folder as every process can find it; a hub name as it is."""
+    return str(Path(path).resolve()) if Path(path).is_dir() else path
+
+
 def load_config(path: str) -> Any:
     """The transformers config of a causal language model."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -36,12 +49,35 @@ def load_config(path: str) -> Any:
 
 
 def load_model(path: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A causal language model with its weights, on the CPU."""
+    """A causal language model with its weights, on the CPU, without dropout.
+
+    With dropout the learner's probabilities would differ from those of the engine for the same weights, and from its
+    own a moment later: the ratio of the two would measure noise.
+    """
     from transformers import AutoModelForCausalLM
 
-    load_config(path)
+    config = load_config(path)
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        _switch_off_dropout(part)
     _no_progress_bars()
-    return _loaded("weights", path, lambda: AutoModelForCausalLM.from_pretrained(path, dtype=dtype))
+    model, found = _loaded(
+        "weights",
+        path,
+        lambda: AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True),
+    )
+    if found["missing_keys"]:
+        missing = sorted(found["missing_keys"])
+        raise ModelError(
+            f"model {path!r}: {len(missing)} of its weights are not in its files and would be random, "
+            f"the first is {missing[0]}. Is the folder complete, and the config the right one?"
+        )
+    return model
+
+
+def _switch_off_dropout(config: Any) -> None:
+    for name, value in config.to_dict().items():
+        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop") or name == "router_jitter_noise"):
+            setattr(config, name, 0.0)
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path, tensors: dict[str, torch.Tensor] | None = None) -> None:
@@ -83,7 +119,7 @@ def _loaded(what: str, path: str, load: Any) -> Any:
         raise ModelError(f"model folder {path!r} does not exist (looked from {Path.cwd()}).")
     try:
         return load()
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         kind = "folder" if Path(path).is_dir() else "hub name"
         raise ModelError(f"model {kind} {path!r}: its {what} cannot be loaded: {error}") from error
 
@@ -103,7 +139,10 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> list[NDArray[np
         if tokenizer.chat_template is None:
             raise ModelError(f"prompt {prompt.id} has chat messages, but the model's tokenizer has no chat template.")
         messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
-        texts.append(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        try:
+            texts.append(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        except TemplateError as error:
+            raise DataError(f"prompt {prompt.id}: the model's chat template refuses its messages: {error}.") from error
     plain = [prompt.messages is None for prompt in prompts]
     encoded: list[NDArray[np.int32]] = [np.empty(0, np.int32)] * len(texts)
     for special in (True, False):  # a chat template writes its own special tokens; plain text gets the tokenizer's

@@ -121,4 +121,8 @@ class TrainingSample:
     """A graded sample as the trainer sees it."""
 
     sample: Sample
-    advantage: float
+    advantages: NDArray[np.float32]  # [answer]
+
+    def __post_init__(self) -> None:
+        if len(self.advantages) != len(self.sample.token_ids):
+            raise ValueError(f"sample of prompt {self.sample.prompt.id}: advantages and tokens differ in number")

@@ -52,7 +52,7 @@ def test_packed_tokens_predict_what_the_samples_say(shapes: list[tuple[int, int]
     assert np.array_equal(flat[packed.predict_at + 1], packed.targets)
     assert np.array_equal(packed.targets, np.concatenate([s.sample.token_ids for s in samples]))
     assert np.array_equal(packed.rollout_log_probs, np.concatenate([s.sample.log_probs for s in samples]))
-    assert np.array_equal(packed.advantages, packed.sample_index.astype(np.float32))
+    assert np.array_equal(packed.advantages, np.concatenate([s.advantages for s in samples]))
     # The position that predicts an answer's first token is the prompt's last.
     positions = packed.position_ids.reshape(-1)[packed.predict_at]
     assert np.array_equal(positions, np.concatenate([p - 1 + np.arange(a) for p, a in shapes]))
@@ -64,9 +64,20 @@ def test_masked_tokens_are_seen_but_not_learnt() -> None:
     sample = make_training_sample(2, 4)
     mask = np.array([True, False, False, True])
     changed = {name: getattr(sample.sample, name) for name in sample.sample.__slots__} | {"loss_mask": mask}
-    packed = pack([TrainingSample(type(sample.sample)(**changed), 1.0)])
+    packed = pack([TrainingSample(type(sample.sample)(**changed), sample.advantages)])
     assert packed.input_ids.shape == (1, 6)
     assert np.array_equal(packed.targets, sample.sample.token_ids[mask])
+
+
+@given(st.lists(st.tuples(st.integers(1, 8), st.integers(1, 12)), min_size=1, max_size=20))
+def test_each_sample_has_a_row_of_its_own_where_rows_are_not_shared(shapes: list[tuple[int, int]]) -> None:
+    samples = [make_training_sample(p, a, seed=i) for i, (p, a) in enumerate(shapes)]
+    packed = pack(samples, share_rows=False)
+    assert packed.input_ids.shape == (len(shapes), max(p + a for p, a in shapes))
+    assert np.array_equal(packed.input_ids.reshape(-1)[packed.predict_at + 1], packed.targets)
+    assert (np.diff(packed.position_ids, axis=1) == 1).all()  # nothing that looks like a second sample
+    (rank,) = plan_micro_batches([p + a for p, a in shapes], 1, 40, share_rows=False)
+    assert all(len(micro) * max(sum(shapes[i]) for i in micro) <= 40 for micro in rank)
 
 
 def test_an_empty_micro_batch_is_one_token_with_nothing_learnt() -> None:

@@ -18,6 +18,13 @@ def test_means_are_over_graded_samples_only() -> None:
     assert metrics["rollout/answer_tokens"] == 2.0
 
 
+def test_parts_of_a_score_have_metrics_of_their_own() -> None:
+    scores = [Score(1.0, parts={"style": 0.5}), Score(1.0, parts={"style": 1.0, "length": 3})]
+    metrics = rollout_metrics([make_sample()] * 2, scores)
+    assert metrics["reward/part/style"] == 0.75
+    assert metrics["reward/part/length"] == 3.0
+
+
 def test_sums_over_ranks_become_means_over_tokens() -> None:
     ranks = [
         UpdateStats(num_tokens=1, loss=4.0, rollout_kl=1.0, rollout_gap=0.1, grad_norm=2.0, lr=0.5),

@@ -20,7 +20,10 @@ def fill(folder: Path) -> None:
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(make_config: MakeConfig) -> None:
-    RunFolder(make_config()).close()
+    folder = RunFolder(make_config())
+    folder.close()
+    RunFolder(make_config()).close()  # it never took a step: there is nothing to lose
+    (folder.path / "metrics.jsonl").write_text('{"step": 0}\n')
     with pytest.raises(CheckpointError, match=r"already holds a run: add resume=auto"):
         RunFolder(make_config())
 
@@ -79,6 +82,15 @@ def test_metrics_after_the_checkpoint_are_cut_off(make_config: MakeConfig) -> No
     resumed = RunFolder(make_config("resume=auto"))
     assert read_metrics(resumed.path) == rows[:4]
     resumed.close()
+
+
+@pytest.mark.parametrize("change", ["model.path=./other", "data.train=other.jsonl", "trainer.seed=7"])
+def test_what_the_checkpoint_depends_on_cannot_change(make_config: MakeConfig, change: str) -> None:
+    folder = RunFolder(make_config())
+    folder.save_checkpoint(RunState(3, 12), fill)
+    folder.close()
+    with pytest.raises(CheckpointError, match=rf"cannot go on with another {change.partition('=')[0]}: "):
+        RunFolder(make_config("resume=auto", change))
 
 
 def test_a_damaged_checkpoint_says_what_to_do(make_config: MakeConfig) -> None:

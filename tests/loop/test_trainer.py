@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from practicum import Config, Trainer
-from practicum.errors import DataError, ModelError, ResourceError, RewardError
+from practicum.errors import ConfigError, DataError, ModelError, ResourceError, RewardError
 from practicum.loop.run_folder import read_metrics
 from practicum.models import load_model
 
@@ -122,6 +122,11 @@ def test_long_prompts_are_dropped_and_counted_or_refused(make_config: MakeConfig
         Trainer(make_config(f"data.train={path}", "data.overlong=error"))
     with pytest.raises(DataError, match=r"raise data\.max_prompt_tokens"):
         Trainer(make_config(f"data.train={path}", "data.max_prompt_tokens=1"))
+
+
+def test_a_model_with_too_few_positions_is_refused(make_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match=r"16 \+ 60 = 76 tokens, but model .* has positions for 64"):
+        Trainer(make_config("rollout.max_new_tokens=60", "actor.micro_batch_tokens=80"))
 
 
 def test_mistakes_are_found_before_anything_starts(make_config: MakeConfig, tmp_path: Path, tiny_model: Path) -> None:

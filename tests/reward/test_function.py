@@ -32,8 +32,37 @@ def test_async_functions_run_side_by_side() -> None:
     assert time.monotonic() - start < 1.0  # one after the other: two seconds
 
 
-def test_an_import_path_works_too() -> None:
+def test_an_import_path_works_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_function("math:floor").function(1.5) == 1
+    (tmp_path / "beside_me.py").write_text("def grade(sample): return 1.0")
+    monkeypatch.chdir(tmp_path)
+    assert load_function("beside_me:grade").function(None) == 1.0
+
+
+def test_a_file_may_import_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_reward.py").write_text("VALUE = 3.0")
+    (tmp_path / "uses.py").write_text("import neighbour_of_reward as n\ndef grade(sample): return n.VALUE")
+    assert load_function(f"{tmp_path}/uses.py:grade").function(None) == 3.0
+
+
+@pytest.mark.parametrize("name", ["blocks_the_loop", "will_not_be_cancelled", "exits_async", "times_out_itself"])
+def test_async_functions_are_held_to_the_deadline_too(name: str) -> None:
+    start = time.monotonic()
+    scores = grade(name, timeout_s=0.3)
+    assert time.monotonic() - start < 2.5
+    bad = {"exits_async": "invalid", "times_out_itself": "invalid"}.get(name, "timeout")
+    assert scores[1].status == bad and scores[1].value is None
+    if name != "blocks_the_loop":  # one that blocks stops its neighbours from running at all
+        assert [score.status for score in scores] == ["ok", bad, "ok", "ok"]
+
+
+def test_a_function_that_always_hangs_does_not_take_its_time_for_every_sample() -> None:
+    grader = FunctionGrader(load_function(f"{REWARDS}:always_hangs"), 0.05)
+    start = time.monotonic()
+    scores = grader.grade([make_sample()] * 500)
+    assert time.monotonic() - start < 5
+    assert {score.status for score in scores} == {"timeout"}
+    assert "not tried" in scores[-1].reason
 
 
 @pytest.mark.parametrize(

@@ -53,3 +53,5 @@ def test_each_row_of_random_numbers_depends_on_its_own_seed_alone() -> None:
     assert torch.equal(uniforms([(1, 1)], 5)[0], together[1])
     assert len(set(together.flatten().tolist())) == 15
     assert torch.equal(uniforms([(1, 0)], 3)[0], together[0, :3])
+    large = uniforms([(2**63 + 1, 0), (2**63 + 2, 0), (2**64 - 1, 0)], 4)  # beyond what a float tells apart
+    assert len(set(large.flatten().tolist())) == 12

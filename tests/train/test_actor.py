@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from practicum.controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, WorkerGroup
+from practicum.controller import (
+    FusedWorker,
+    LocalWorkerGroup,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    WorkerGroup,
+)
 from practicum.data import plan_micro_batches
+from practicum.errors import TrainingError, WorkerError
 from practicum.models import load_model
 from practicum.train import ActorSettings, ActorWorker, MiniBatch, UpdateStats
 from practicum.types import TrainingSample
@@ -116,6 +125,32 @@ def test_several_updates_a_step_use_the_log_probs_from_before_it(tiny_model: Pat
     assert stats.clipped > 0
     single, _ = on_one_rank(tiny_model, tmp_path / "single", parts=1, lr=2e-2)
     assert single.clipped == 0
+
+
+def test_a_gradient_that_is_no_number_changes_nothing(tiny_model: Path) -> None:
+    group = LocalWorkerGroup(RayClassWithInitArgs(ActorWorker, settings(tiny_model)), name="actor")
+    try:
+        before = {name: tensor.clone() for name, tensor in group.execute_all(ActorWorker.publish, 0)[0].tensors}
+        with pytest.raises(WorkerError, match="the gradient of update 1 is nan") as caught:
+            group.map(ActorWorker.update, mini_batches([make_training_sample(advantage=float("nan"))], 1, 200))
+        assert isinstance(caught.value.cause, TrainingError)
+        after = dict(group.execute_all(ActorWorker.publish, 0)[0].tensors)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    finally:
+        group.shutdown()
+
+
+def test_a_start_that_fails_leaves_nothing_behind_in_this_process(tiny_model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_model, broken)
+    (broken / "tokenizer.json").unlink()
+    roles = {
+        "actor": RayClassWithInitArgs(ActorWorker, settings(tiny_model)),
+        "second": RayClassWithInitArgs(ActorWorker, settings(broken)),
+    }
+    with pytest.raises(WorkerError):
+        LocalWorkerGroup(RayClassWithInitArgs(FusedWorker, **roles), name="fused")
+    LocalWorkerGroup(RayClassWithInitArgs(ActorWorker, settings(tiny_model)), name="actor").shutdown()
 
 
 def test_good_answers_become_likelier(tiny_model: Path) -> None:

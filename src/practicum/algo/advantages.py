@@ -23,7 +23,10 @@ def grpo(rewards: Tensor, groups: Tensor, eps: float = 1e-6) -> Tensor:
     mean = rewards.new_zeros(num_groups).index_add_(0, index, rewards) / size
     centred = rewards - mean[index]
     variance = rewards.new_zeros(num_groups).index_add_(0, index, centred.square()) / (size - 1).clamp(min=1)
-    return centred / (variance.sqrt()[index] + eps)
+    # Equal rewards can differ from their mean by rounding, which is no signal.
+    low = rewards.new_full((num_groups,), torch.inf).scatter_reduce_(0, index, rewards, "amin")
+    high = rewards.new_full((num_groups,), -torch.inf).scatter_reduce_(0, index, rewards, "amax")
+    return torch.where((low < high)[index], centred / (variance.sqrt()[index] + eps), 0.0)
 
 
 ADVANTAGES: dict[str, GroupEstimator] = {"grpo": grpo}

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, TypeVar
 
+import ray
+
 from practicum.controller.cluster import ray_cluster
 from practicum.controller.group import WorkerGroup
 from practicum.controller.local import LocalWorkerGroup
@@ -21,6 +23,7 @@ class Controller:
 
     def __init__(self, pool: RayResourcePool | None, start_timeout_s: float, call_timeout_s: float) -> None:
         self._pool = pool
+        self.uses_gpu = pool is not None and pool.use_gpu
         self._start_timeout_s = start_timeout_s
         self._call_timeout_s = call_timeout_s
         self._groups: list[WorkerGroup[Worker]] = []
@@ -52,13 +55,16 @@ def open_controller(
     backend: Literal["ray", "local"],
     *,
     num_workers: int,
-    use_gpu: bool,
+    use_gpu: bool | None,
     max_colocate_count: int,
     address: str | None = None,
     start_timeout_s: float = 120.0,
     call_timeout_s: float = 600.0,
 ) -> Iterator[Controller]:
-    """A controller for the time of a `with` block; its groups, pool and, if it started one, Ray end with the block."""
+    """A controller for the time of a `with` block; its groups, pool and, if it started one, Ray end with the block.
+
+    `use_gpu=None` takes GPUs where the cluster has enough of them.
+    """
     if backend == "local":
         controller = Controller(None, start_timeout_s, call_timeout_s)
         try:
@@ -66,14 +72,14 @@ def open_controller(
         finally:
             controller.shutdown()
         return
-    with (
-        ray_cluster(address),
-        RayResourcePool(
+    with ray_cluster(address):
+        if use_gpu is None:
+            use_gpu = ray.cluster_resources().get("GPU", 0) >= num_workers
+        with RayResourcePool(
             [num_workers], use_gpu=use_gpu, max_colocate_count=max_colocate_count, timeout_s=start_timeout_s
-        ) as pool,
-    ):
-        controller = Controller(pool, start_timeout_s, call_timeout_s)
-        try:
-            yield controller
-        finally:
-            controller.shutdown()
+        ) as pool:
+            controller = Controller(pool, start_timeout_s, call_timeout_s)
+            try:
+                yield controller
+            finally:
+                controller.shutdown()

@@ -7,6 +7,7 @@ from typing import Any
 
 from practicum.controller.group import W, WorkerGroup
 from practicum.controller.worker import Call, RayClassWithInitArgs, WorkerContext, WorkerHost
+from practicum.errors import WorkerDied
 
 
 class LocalWorkerGroup(WorkerGroup[W]):
@@ -20,6 +21,8 @@ class LocalWorkerGroup(WorkerGroup[W]):
         self._host.close()
 
     def _submit(self, rank: int, call: Call) -> Any:
+        if not self._host.is_open:
+            raise WorkerDied(f"group {self.name!r} has been shut down", group=self.name, ranks=[rank])
         return self._host.call(call)
 
     def _collect(self, handles: Sequence[Any], ranks: Sequence[int], what: str, deadline: float) -> list[Any]:

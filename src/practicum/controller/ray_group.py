@@ -49,7 +49,7 @@ class RayWorkerGroup(WorkerGroup[W]):
     def shutdown(self) -> None:
         for host in self._hosts:
             ray.kill(host)
-        self._hosts = []
+        self._hosts.clear()  # in place: role views share the list
 
     def _start_hosts(self, pool: RayResourcePool, use_gpu: bool) -> None:
         actor = ray.remote(WorkerHost)

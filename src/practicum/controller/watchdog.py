@@ -23,9 +23,10 @@ _LOOK_EVERY_S = 0.1
 @contextmanager
 def watch_over_children() -> Iterator[Callable[[], None]]:
     """Processes started in the block, and their children, end at the latest with this one. Call the given function
-    once all are started: that ends the looking, not the watch."""
+    once all are started: that ends the looking, not the watch. Processes from before are left alone."""
+    before = [str(child.pid) for child in psutil.Process().children(recursive=True)]
     watchdog = subprocess.Popen(
-        [sys.executable, __file__, str(os.getpid())],
+        [sys.executable, __file__, str(os.getpid()), *before],
         stdin=subprocess.PIPE,
         start_new_session=True,  # a Ctrl-C at the terminal is for the driver, not for the watchdog
     )
@@ -43,24 +44,28 @@ def watch_over_children() -> Iterator[Callable[[], None]]:
         watchdog.wait(timeout=30)
 
 
-def _descendants(process: psutil.Process) -> set[psutil.Process]:
-    try:
-        return set(process.children(recursive=True))
-    except psutil.NoSuchProcess:
-        return set()
+def _descendants(pid: int, spared: set[int]) -> set[psutil.Process]:
+    """All below a process, the spared ones and what is below them left out."""
+    found: set[psutil.Process] = set()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children():
+            if child.pid not in spared:
+                found |= {child, *_descendants(child.pid, spared)}
+    return found
 
 
 def main() -> None:
-    driver, myself = psutil.Process(int(sys.argv[1])), psutil.Process()
+    driver, *left_alone = map(int, sys.argv[1:])
+    spared = {os.getpid(), *left_alone}
     seen: set[psutil.Process] = set()  # psutil compares start times too, so a reused pid is another process
     while not select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0]:
-        seen |= _descendants(driver)
+        seen |= _descendants(driver, spared)
     if sys.stdin.readline():
-        seen |= _descendants(driver)
+        seen |= _descendants(driver, spared)
         sys.stdin.read()
     for process in list(seen):
-        seen |= _descendants(process)
-    for process in seen - {myself}:
+        seen |= _descendants(process.pid, spared)
+    for process in seen:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 

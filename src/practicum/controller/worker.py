@@ -73,9 +73,13 @@ class FusedWorker(Worker):
 
     def __init__(self, **roles: RayClassWithInitArgs[Any]) -> None:
         self.roles: dict[str, Worker] = {}
-        for name, packed in roles.items():
-            # The mapping is shared, so that a role built early also sees the ones built after it.
-            self.roles[name] = packed.build(self.context, self.roles)
+        try:
+            for name, packed in roles.items():
+                # The mapping is shared, so that a role built early also sees the ones built after it.
+                self.roles[name] = packed.build(self.context, self.roles)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         for worker in reversed(self.roles.values()):
@@ -117,6 +121,10 @@ class WorkerHost:
             self._worker = packed.build(context)
         except Exception as error:
             raise self._failure(error, f"{packed.cls.__name__}.__init__") from error
+
+    @property
+    def is_open(self) -> bool:
+        return self._worker is not None
 
     def close(self) -> None:
         if self._worker is not None:

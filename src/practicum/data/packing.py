@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 from practicum.types import TrainingSample
 
 
-def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+def plan_micro_batches(
+    lengths: Sequence[int], num_ranks: int, max_tokens: int, share_rows: bool = True
+) -> list[list[list[int]]]:
     """Indices by rank and micro-batch: about the fewest that, packed, stay within `max_tokens`, evenly filled.
 
     Every rank gets the same number of micro-batches, since collectives inside them must pair up; when the samples
@@ -31,7 +33,7 @@ def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) 
 
     def fits(per_rank: int) -> bool:
         bins = _spread(lengths, per_rank * num_ranks)
-        return all(_packed_tokens([lengths[i] for i in members]) <= max_tokens for members in bins)
+        return all(_packed_tokens([lengths[i] for i in members], share_rows) <= max_tokens for members in bins)
 
     # The fewest that fit, between as many as the bare tokens need and one for each sample.
     fewest, most = max(1, -(-sum(lengths) // (max_tokens * num_ranks))), -(-len(lengths) // num_ranks)
@@ -51,12 +53,14 @@ def _spread(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     return [sorted(members) for members in bins]
 
 
-def _packed_tokens(lengths: Sequence[int]) -> int:
-    return len(fill_rows(lengths)) * max(lengths, default=0)
+def _packed_tokens(lengths: Sequence[int], share_rows: bool) -> int:
+    return len(fill_rows(lengths, share_rows)) * max(lengths, default=0)
 
 
-def fill_rows(lengths: Sequence[int]) -> list[list[int]]:
+def fill_rows(lengths: Sequence[int], share_rows: bool = True) -> list[list[int]]:
     """Indices of the sequences of each row; no row is longer than the longest sequence. Best fit, longest first."""
+    if not share_rows:
+        return [[index] for index in range(len(lengths))]
     width = max(lengths, default=0)
     rows: list[list[int]] = []
     spaces: list[tuple[int, int]] = []  # space left in a row, and the row; sorted
@@ -78,21 +82,22 @@ class MicroBatch:
     """Packed rows, and for each learnt token where its prediction stands. A token is predicted one position before."""
 
     input_ids: NDArray[np.int64]  # [rows, width]
-    position_ids: NDArray[np.int64]  # [rows, width], restarting at each sample; padding counts as one more sample
+    position_ids: NDArray[np.int64]  # [rows, width], restarting at each sample
     predict_at: NDArray[np.int64]  # [learnt] index into the flattened rows of the position that predicts the token
     targets: NDArray[np.int64]  # [learnt] the token there
     rollout_log_probs: NDArray[np.float32]  # [learnt]
     advantages: NDArray[np.float32]  # [learnt]
-    sample_index: NDArray[np.int64]  # [learnt] which of the given samples the token is from, ascending
 
 
-def pack(samples: Sequence[TrainingSample], pad_id: int = 0) -> MicroBatch:
+def pack(samples: Sequence[TrainingSample], share_rows: bool = True, pad_id: int = 0) -> MicroBatch:
     """Lay samples out for one forward pass. Learnt tokens are in the order of the samples given.
+
+    Several samples share a row unless `share_rows` is off, for models that cannot keep them apart.
 
     Without samples there is one row of one pad token and nothing learnt: it costs next to nothing and keeps a rank in
     step with the others.
     """
-    rows = fill_rows([item.sample.num_tokens for item in samples]) or [[]]
+    rows = fill_rows([item.sample.num_tokens for item in samples], share_rows) or [[]]
     width = max((item.sample.num_tokens for item in samples), default=1)
     input_ids = np.full((len(rows), width), pad_id, dtype=np.int64)
     position_ids = np.zeros((len(rows), width), dtype=np.int64)
@@ -107,21 +112,20 @@ def pack(samples: Sequence[TrainingSample], pad_id: int = 0) -> MicroBatch:
             position_ids[row, column:end] = np.arange(end - column)
             starts[index] = row * width + split
             column = end
-        position_ids[row, column:] = np.arange(width - column)
+        # Padding is one more sample in a shared row, and the rest of the only one in a row of its own.
+        position_ids[row, column:] = np.arange(width - column) + (0 if share_rows else column)
     learnt = [np.flatnonzero(item.sample.loss_mask) for item in samples]
-    counts = [len(at) for at in learnt]
 
-    def per_token(parts: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
-        return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype)
+    def per_token(parts: Iterable[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+        chosen = [part[at] for part, at in zip(parts, learnt, strict=True)]
+        return np.concatenate([np.empty(0, dtype), *chosen]).astype(dtype)
 
+    before = (start - 1 + np.arange(len(s.sample.token_ids)) for start, s in zip(starts, samples, strict=True))
     return MicroBatch(
         input_ids=input_ids,
         position_ids=position_ids,
-        predict_at=per_token([start - 1 + at for start, at in zip(starts, learnt, strict=True)], np.int64),
-        targets=per_token([s.sample.token_ids[at] for s, at in zip(samples, learnt, strict=True)], np.int64),
-        rollout_log_probs=per_token(
-            [s.sample.log_probs[at] for s, at in zip(samples, learnt, strict=True)], np.float32
-        ),
-        advantages=np.repeat(np.array([s.advantage for s in samples], np.float32), counts),
-        sample_index=np.repeat(np.arange(len(samples)), counts),
+        predict_at=per_token(before, np.int64),
+        targets=per_token((s.sample.token_ids for s in samples), np.int64),
+        rollout_log_probs=per_token((s.sample.log_probs for s in samples), np.float32),
+        advantages=per_token((s.advantages for s in samples), np.float32),
     )

@@ -26,7 +26,10 @@ def read_prompts(path: str | Path, *, prompt_key: str = "prompt", answer_key: st
         raise DataError(f"data file {path}: the name must end in {' or '.join(readers)}.")
     if not path.is_file():
         raise DataError(f"data file {path} does not exist (looked from {Path.cwd()}).")
-    prompts = [_prompt(record, prompt_key, answer_key, where) for where, record in readers[path.suffix](path)]
+    try:
+        prompts = [_prompt(record, prompt_key, answer_key, where) for where, record in readers[path.suffix](path)]
+    except OSError as error:
+        raise DataError(f"data file {path} cannot be read: {error.strerror or error}.") from error
     if not prompts:
         raise DataError(f"data file {path} holds no records.")
     return prompts
@@ -50,7 +53,7 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
 
     try:
         rows = pyarrow.parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+    except pyarrow.ArrowException as error:
         raise DataError(f"data file {path} is not a readable parquet file: {error}") from error
     yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
 

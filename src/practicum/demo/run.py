@@ -12,6 +12,7 @@ from practicum.config import Config
 from practicum.demo.arithmetic import all_problems, write_problems
 from practicum.demo.warmup import warm_up
 from practicum.errors import CheckpointError
+from practicum.loop.run_folder import lock_folder
 
 NUM_HELD_OUT = 400
 WARM_UP_ACCURACY = 0.3
@@ -56,6 +57,8 @@ def _start_afresh(folder: Path) -> None:
     there = [path for path in made if path.exists()]
     if there and not (folder / _MARK).exists():
         raise CheckpointError(f"{there[0]} was not made by the demo and would be overwritten: use another --folder.")
+    if (folder / "run").is_dir():
+        lock_folder(folder / "run").close()  # refuses while another demo is using it
     for path in there:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 

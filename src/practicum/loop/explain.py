@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 
 from practicum.config import Config
-from practicum.models import load_config, resolve_device
+from practicum.models import load_config, num_cores, resolve_device
 
 _GIB = 2**30
 _FLOAT32 = 4
@@ -30,7 +29,7 @@ def _placement(config: Config) -> str:
         return "this process: actor + rollout (hybrid), graders; no Ray, for a debugger"
     workers, device = config.trainer.num_workers, resolve_device(config.trainer.device).type
     where = f"joined at {config.controller.address}" if config.controller.address else "started on this machine"
-    threads = config.trainer.threads_per_worker or max(1, (os.cpu_count() or 1) // workers)
+    threads = config.trainer.threads_per_worker or max(1, num_cores() // workers)
     return "\n".join(
         [
             f"Ray: {where}; one pool of {workers} process place{'s' if workers > 1 else ''}, each with 1 CPU"

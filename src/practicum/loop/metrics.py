@@ -64,7 +64,12 @@ class Stopwatch:
 def rollout_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> dict[str, float]:
     values = [score.value for score in scores if score.value is not None]
     lengths = [len(sample.token_ids) for sample in samples]
+    parts: dict[str, list[float]] = {}
+    for score in scores:
+        for name, value in score.parts.items():
+            parts.setdefault(f"reward/part/{name}", []).append(float(value))
     return {
+        **{name: float(np.mean(found)) for name, found in parts.items()},
         "reward/mean": float(np.mean(values)),
         "reward/std": float(np.std(values)),
         "reward/failed_share": 1 - len(values) / len(scores),

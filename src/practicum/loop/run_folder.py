@@ -21,13 +21,14 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from practicum.config import Config
 from practicum.errors import CheckpointError, ConfigError
 from practicum.types import Sample, Score
 
 SHOWN_VALIDATIONS = 20
+_CANNOT_CHANGE = ("model.path:", "data.train:", "trainer.seed:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +58,9 @@ class RunFolder:
         try:
             for name in ("checkpoints", "answers", "validation"):
                 (self.path / name).mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("w")
         except OSError as error:
             raise CheckpointError(f"run folder {self.path} cannot be written: {error.strerror}.") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise CheckpointError(
-                f"run folder {self.path} is in use by another process: wait for it or set another trainer.run_dir."
-            ) from None
+        self._lock = lock_folder(self.path)
         try:
             self.checkpoint = self._prepare(config)
         except BaseException:
@@ -79,7 +73,8 @@ class RunFolder:
     def _prepare(self, config: Config) -> Checkpoint | None:
         """The checkpoint to go on from, or None to start at the beginning."""
         saved = self.path / "config.yaml"
-        if saved.exists() and config.resume == "never":
+        # A run that never took a step, because it could not start, is nothing to protect.
+        if config.resume == "never" and (self._checkpoints() or read_metrics(self.path)):
             raise CheckpointError(
                 f"run folder {self.path} already holds a run: add resume=auto to continue it, "
                 "or set another trainer.run_dir."
@@ -152,13 +147,36 @@ class RunFolder:
         write_durably(self.path / "validation" / f"step-{step:06d}.jsonl", lines)
 
 
+def lock_folder(path: Path) -> IO[str]:
+    """Hold a run folder until the returned file is closed, or the process ends; refuse if another one holds it."""
+    try:
+        lock = (path / ".lock").open("w")
+    except OSError as error:
+        raise CheckpointError(f"run folder {path} cannot be written: {error.strerror}.") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise CheckpointError(
+            f"run folder {path} is in use by another process: wait for it or use another folder."
+        ) from None
+    return lock
+
+
 def _changes(saved: Path, config: Config) -> list[str]:
     """What the config to go on with says differently from the one the run was started with."""
     try:
         before = Config.load(saved)
     except ConfigError as error:  # from a version with other keys
         return [f"the run's own config cannot be read any more: {error}"]
-    return [change for change in config.changes_from(before) if not change.startswith("resume:")]
+    changes = [change for change in config.changes_from(before) if not change.startswith("resume:")]
+    refused = [change for change in changes if change.startswith(_CANNOT_CHANGE)]
+    if refused:
+        raise CheckpointError(
+            f"the run in {saved.parent} cannot go on with another {'; '.join(refused)}: its checkpoint holds the model "
+            "and a position in that data. Set another trainer.run_dir for a new run."
+        )
+    return changes
 
 
 def question(sample: Sample) -> str:

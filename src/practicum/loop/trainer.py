@@ -10,10 +10,10 @@ placement); reward workers share the pool in processes of their own.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +23,11 @@ from practicum.algo import ADVANTAGES
 from practicum.config import Config
 from practicum.controller import Controller, FusedWorker, RayClassWithInitArgs, open_controller
 from practicum.data import ShuffledStream, plan_micro_batches, read_prompts
-from practicum.errors import DataError
+from practicum.errors import ConfigError, DataError
 from practicum.loop.metrics import StepReport, Stopwatch, rollout_metrics, update_metrics
 from practicum.loop.run_folder import RunFolder, RunState
 from practicum.loop.trackers import open_trackers
-from practicum.models import encode_prompts, load_config, load_tokenizer, resolve_device
+from practicum.models import absolute, encode_prompts, load_config, load_tokenizer, num_cores
 from practicum.reward import RewardLoopManager, RewardLoopWorker, check_reward
 from practicum.rollout import RolloutWorker
 from practicum.train import ActorSettings, ActorWorker, MiniBatch, UpdateStats
@@ -36,18 +36,19 @@ from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams, Scor
 EncodedPrompt = tuple[Prompt, NDArray[np.int32]]
 _log = logging.getLogger("practicum")
 _SHOWN_ANSWERS = 8
+_NUM_GROUPS = 2  # that share the pool: learners, graders
 _TRAINING, _VALIDATION = 0, 1  # streams of random numbers
 
 
 class Trainer:
     """`for step in Trainer(config).steps(): ...`. All processes are started by the loop and end with it."""
 
-    def __init__(self, config: Config, notify: Callable[[str], None] = _log.info) -> None:
+    def __init__(self, config: Config, notify: Callable[[str], None] = _log.warning) -> None:
         """`notify` is told, in a sentence, what a person should know but need not act on."""
         self.config = config
         self._notify = notify
         check_reward(config.reward.grader, config.reward.function)
-        load_config(config.model.path)
+        _check_length(config, load_config(config.model.path))
         tokenizer = load_tokenizer(config.model.path)
         self._train_prompts = self._read(config.data.train, tokenizer)
         self._validation_prompts: list[EncodedPrompt] = []
@@ -114,7 +115,7 @@ class Trainer:
         advantages = ADVANTAGES[self.config.algorithm.name](rewards, torch.from_numpy(groups[graded]))
         batch: list[TrainingSample | None] = [None] * len(samples)
         for i, advantage in zip(graded, advantages.tolist(), strict=True):
-            batch[i] = TrainingSample(samples[i], advantage)
+            batch[i] = TrainingSample(samples[i], np.full(len(samples[i].token_ids), advantage, np.float32))
         teaching = {int(groups[i]) for i, advantage in zip(graded, advantages.tolist(), strict=True) if advantage != 0}
         return batch, len(teaching) / len(set(groups.tolist()))
 
@@ -129,7 +130,9 @@ class Trainer:
                 continue
             num_tokens = sum(int(member.sample.loss_mask.sum()) for member in members)
             lengths = [member.sample.num_tokens for member in members]
-            for rank, plan in enumerate(plan_micro_batches(lengths, num_ranks, actor.micro_batch_tokens)):
+            for rank, plan in enumerate(
+                plan_micro_batches(lengths, num_ranks, actor.micro_batch_tokens, self._share_rows)
+            ):
                 ranks[rank].append(MiniBatch([[members[i] for i in micro] for micro in plan], num_tokens))
         return ranks
 
@@ -170,14 +173,14 @@ class Trainer:
             open_controller(
                 config.controller.backend,
                 num_workers=config.trainer.num_workers,
-                use_gpu=resolve_device(config.trainer.device).type == "cuda",
-                max_colocate_count=2,
+                use_gpu={"cpu": False, "cuda": True, "auto": None}[config.trainer.device],
+                max_colocate_count=_NUM_GROUPS,
                 address=config.controller.address,
                 start_timeout_s=config.controller.start_timeout_s,
                 call_timeout_s=config.controller.call_timeout_s,
             )
         )
-        self._start_learners(controller, resumed.model_path if resumed else config.model.path)
+        self._start_learners(controller, absolute(resumed.model_path if resumed else config.model.path))
         self._start_graders(controller)
         if resumed:
             self._actors.execute_all(ActorWorker.load, str(resumed.folder.resolve()))
@@ -185,12 +188,15 @@ class Trainer:
 
     def _start_learners(self, controller: Controller, model_path: str) -> None:
         config = self.config
-        actor = RayClassWithInitArgs(ActorWorker, actor_settings(config, model_path))
+        device = config.trainer.device
+        if config.controller.backend == "ray":
+            device = "cuda" if controller.uses_gpu else "cpu"
+        actor = RayClassWithInitArgs(ActorWorker, actor_settings(config, model_path, device))
         rollout = RayClassWithInitArgs(
             RolloutWorker,
             engine=config.rollout.engine,
             model_path=model_path,
-            device=config.trainer.device,
+            device=device,
             dtype=config.model.dtype,
             max_batch=config.rollout.max_batch,
             weights_from="actor",
@@ -198,6 +204,9 @@ class Trainer:
         fused = controller.group(RayClassWithInitArgs(FusedWorker, actor=actor, rollout=rollout), name="learners")
         self._actors = fused.role("actor", ActorWorker)
         self._rollout = fused.role("rollout", RolloutWorker)
+        self._share_rows = self._actors.execute_rank_zero(ActorWorker.shares_rows)
+        if not self._share_rows:
+            self._notify("this model cannot keep samples in one row apart: each gets a row of its own, with padding")
 
     def _start_graders(self, controller: Controller) -> None:
         reward = self.config.reward
@@ -226,13 +235,23 @@ class Trainer:
         return short
 
 
-def actor_settings(config: Config, model_path: str) -> ActorSettings:
+def _check_length(config: Config, model_config: Any) -> None:
+    longest = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if longest and config.max_sequence_tokens > longest:
+        raise ConfigError(
+            f"data.max_prompt_tokens + rollout.max_new_tokens = {config.data.max_prompt_tokens} + "
+            f"{config.rollout.max_new_tokens} = {config.max_sequence_tokens} tokens, "
+            f"but model {config.model.path!r} has positions for {longest}."
+        )
+
+
+def actor_settings(config: Config, model_path: str, device: str) -> ActorSettings:
     actor, trainer = config.actor, config.trainer
     return ActorSettings(
         model_path=model_path,
-        device=trainer.device,
+        device=device,
         compute_dtype=config.model.dtype,
-        threads=trainer.threads_per_worker or max(1, (os.cpu_count() or 1) // trainer.num_workers),
+        threads=trainer.threads_per_worker or max(1, num_cores() // trainer.num_workers),
         seed=trainer.seed,
         lr=actor.lr,
         lr_schedule=actor.lr_schedule,

@@ -13,7 +13,10 @@ from practicum.types import SamplingParams
 
 def uniforms(seeds: Sequence[tuple[int, int]], length: int) -> Tensor:
     """[rows, length] numbers in [0, 1); each row depends on its own (request seed, answer index) alone."""
-    rows = [np.random.Generator(np.random.Philox(key=list(seed))).random(length, np.float32) for seed in seeds]
+    rows = [
+        np.random.Generator(np.random.Philox(key=np.array(seed, np.uint64))).random(length, np.float32)
+        for seed in seeds
+    ]
     return torch.from_numpy(np.stack(rows))
 
 

@@ -21,10 +21,11 @@ from torch import Tensor
 from practicum.algo import clipped_policy_loss, k3
 from practicum.controller import Worker
 from practicum.data import MicroBatch, pack
+from practicum.errors import TrainingError
 from practicum.models import DTYPES, load_model, load_tokenizer, resolve_device
 from practicum.train.checkpoint import load_training_state, save_training_state, save_whole_model
 from practicum.train.fsdp import join_ranks, shard, whole
-from practicum.train.model import LogProbModel
+from practicum.train.model import LogProbModel, keeps_samples_apart
 from practicum.train.schedule import lr_factor
 from practicum.types import TrainingSample
 from practicum.weights import WeightUpdate
@@ -95,12 +96,17 @@ class ActorWorker(Worker):
         self._settings = settings
         self._device = resolve_device(settings.device)
         self._tokenizer = load_tokenizer(settings.model_path)
-        mesh = join_ranks(self.context, self._device, settings.collective_timeout_s)
-        model = load_model(settings.model_path).to(self._device).train()
+        model = load_model(settings.model_path).train()  # checkpointing looks at the mode; there is no dropout
+        self._shares_rows = keeps_samples_apart(model)
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._model = LogProbModel(model)
-        shard(self._model, model, mesh, DTYPES[settings.compute_dtype])
+        mesh = join_ranks(self.context, self._device, settings.collective_timeout_s)
+        try:
+            shard(self._model, model, mesh, DTYPES[settings.compute_dtype])
+        except BaseException:
+            self.close()
+            raise
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay
         )
@@ -109,10 +115,14 @@ class ActorWorker(Worker):
     def close(self) -> None:
         dist.destroy_process_group()
 
+    def shares_rows(self) -> bool:
+        """Whether the model can take several samples in one row; micro-batches are planned accordingly."""
+        return self._shares_rows
+
     def update(self, mini_batches: Sequence[MiniBatch]) -> UpdateStats:
         """Learn from one step's samples, one optimizer update per mini-batch."""
         stats = UpdateStats()
-        packed = [[pack(micro) for micro in batch.micro_batches] for batch in mini_batches]
+        packed = [[pack(micro, self._shares_rows) for micro in batch.micro_batches] for batch in mini_batches]
         old: list[list[Tensor | None]] = [[None] * len(micros) for micros in packed]
         if len(mini_batches) > 1:  # with a single update the old log-probs are the current ones
             old = [[self._old_log_probs(micro) for micro in micros] for micros in packed]
@@ -172,11 +182,16 @@ class ActorWorker(Worker):
         factor = lr_factor(settings.lr_schedule, self._num_updates, settings.num_updates, settings.num_warmup)
         for group in self._optimizer.param_groups:
             group["lr"] = settings.lr * factor
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), settings.max_grad_norm)
+        norm = whole(torch.nn.utils.clip_grad_norm_(self._model.parameters(), settings.max_grad_norm))
+        if not norm.isfinite():  # the same on all ranks
+            raise TrainingError(
+                f"the gradient of update {self._num_updates + 1} is {norm.item()}: nothing was changed. The last "
+                "checkpoint is from before; try a lower actor.lr, and look for rewards or log-probs out of all measure."
+            )
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._num_updates += 1
-        stats.grad_norm += whole(norm).item()
+        stats.grad_norm += norm.item()
         stats.lr = settings.lr * factor
 
 

@@ -27,7 +27,11 @@ from practicum.train.fsdp import whole
 
 
 def save_whole_model(model: Any, tokenizer: Any, folder: Path, rank: int) -> None:
-    tensors = {name: whole(tensor).cpu() for name, tensor in model.state_dict().items()}
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        gathered = whole(tensor)  # by all ranks together
+        if rank == 0:
+            tensors[name] = gathered.cpu()
     if rank == 0:
         save_model(model, tokenizer, folder / "model", tensors)
 

@@ -174,7 +174,10 @@ def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(config_f
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_cleans_up_and_says_how_to_go_on(config_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_cleans_up_and_says_how_to_go_on(
+    config_file: Path, tmp_path: Path, how: signal.Signals, code: int
+) -> None:
     process = subprocess.Popen(
         command(config_file, "trainer.steps=500", "controller.backend=ray"),
         stdout=subprocess.DEVNULL,
@@ -184,9 +187,9 @@ def test_an_interrupted_run_cleans_up_and_says_how_to_go_on(config_file: Path, t
     while not read_metrics(tmp_path / "run") and time.monotonic() < deadline:
         time.sleep(0.05)
     started = children_of(process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(how)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert b"resume=auto" in errors and b"Traceback" not in errors
+    assert process.returncode == code
+    assert b"resume=auto" in errors and errors.count(b"\n") == 1
     _, alive = psutil.wait_procs(started, timeout=20)
     assert not alive

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,8 +105,9 @@ def _errors_as_messages(debug: bool) -> Iterator[None]:
     signal.signal(signal.SIGTERM, _terminated)  # so that `finally` blocks run and no worker is left behind
     try:
         yield
-    except KeyboardInterrupt:
-        _fail("interrupted. resume=auto goes on from the newest checkpoint.", 130)
+    except (KeyboardInterrupt, _Terminated) as error:
+        code = 130 if isinstance(error, KeyboardInterrupt) else 143
+        _fail("interrupted. resume=auto goes on from the newest checkpoint.", code)
     except PracticumError as error:
         if debug:
             traceback.print_exc()
@@ -116,11 +116,16 @@ def _errors_as_messages(debug: bool) -> Iterator[None]:
         cause = error.cause if isinstance(error, WorkerError) else error
         if isinstance(cause, PracticumError):
             _fail(str(cause), USER_ERROR)
-        _fail(f"{error}" + ("" if debug else "\nRun again with --debug for the traceback."), WORKER_ERROR)
+        hint = "" if debug else "\nresume=auto goes on from the newest checkpoint; --debug shows the traceback."
+        _fail(f"{error}{hint}", WORKER_ERROR)
+
+
+class _Terminated(BaseException):
+    """SIGTERM arrived. Like KeyboardInterrupt no Exception, so that nobody takes it for a failure of theirs."""
 
 
 def _terminated(number: int, frame: object) -> NoReturn:
-    sys.exit(128 + number)
+    raise _Terminated
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -84,7 +84,7 @@ class ValidationConfig(Section):
 
 class RewardConfig(Section):
     grader: str | None = None
-    """Name of a built-in grader."""
+    """A built-in grader. exact: the answer is the ground truth, white space around it apart."""
     function: str | None = None
     """A function of yours: path/to/file.py:name or package.module:name."""
     timeout_s: float = Field(default=10.0, gt=0)
@@ -342,7 +342,7 @@ def _describe(error: ValidationError, source: str) -> str:
         else:
             allowed = detail["msg"].removeprefix("Input ").replace("Input ", "")
             lines.append(f"{path} = {detail['input']!r}: {allowed}.")
-    joined = lines[0] if len(lines) == 1 else "\n".join(["", *(f"  - {line}" for line in lines)])
+    joined = lines[0] if len(lines) == 1 else "\n".join([f"{len(lines)} mistakes", *(f"  - {line}" for line in lines)])
     return f"{source}: {joined}"
 
 

@@ -120,7 +120,7 @@ def _loaded(what: str, path: str, load: Any) -> Any:
     try:
         return load()
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        kind = "folder" if Path(path).is_dir() else "hub name"
+        kind = "folder" if Path(path).is_dir() else "hub name (there is no such folder)"
         raise ModelError(f"model {kind} {path!r}: its {what} cannot be loaded: {error}") from error
 
 

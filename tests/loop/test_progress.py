@@ -31,7 +31,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     text = shown(False, report(1), report(2, **{"validation/accuracy": 0.5}), report(3), report(100))
     lines = text.splitlines()
     assert len(lines) == 3  # the first, the validated, the last; step 3 came too soon after
-    assert lines[0] == "step 1/100  reward 0.250  held-out -  KL(rollout|trainer) 1.0e-07  tokens/s 1,234  left 3:18"
+    assert lines[0] == "step 1/100  reward 0.250  held-out -  KL(rollout|trainer) 1.0e-07  tokens/s 1,234  left 0:03:18"
     assert "held-out 0.500" in lines[1] and "held-out 0.500" in lines[2]
     assert "\x1b" not in text
 

@@ -102,6 +102,14 @@ def test_a_damaged_checkpoint_says_what_to_do(make_config: MakeConfig) -> None:
         RunFolder(make_config("resume=auto"))
 
 
+def test_a_damaged_line_of_metrics_is_named(make_config: MakeConfig) -> None:
+    folder = RunFolder(make_config())
+    folder.close()
+    (folder.path / "metrics.jsonl").write_text('{"step": 0}\n{garbage\n')
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl:2 is not valid JSON"):
+        RunFolder(make_config("resume=auto"))
+
+
 def test_answers_and_validations_can_be_read(make_config: MakeConfig) -> None:
     folder = RunFolder(make_config())
     samples = [make_sample(text="4", truth="5"), make_sample(text="5", truth="5")]

@@ -63,7 +63,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(make_config: MakeConfig, tmp_pat
     first, second = weights(whole, 4), weights(parts, 4)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert list(resumed.steps()) == []  # nothing is left to do
-    assert notices == ["going on after step 2", "going on after step 4"]
+    assert notices == ["going on after step 2", "nothing is left to do: 4 steps are done"]
 
 
 def test_a_run_resumed_with_another_config_says_what_changed(make_config: MakeConfig) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from practicum.errors import TrainingError
 from practicum.rollout.sampling import draw, uniforms
 from practicum.types import SamplingParams
 
@@ -46,6 +47,11 @@ def test_the_largest_uniform_number_never_picks_an_impossible_token() -> None:
     almost_one = torch.tensor([torch.finfo(torch.float32).eps]).neg() + 1
     tokens, _ = draw(LOGITS[None], almost_one, SamplingParams(1))
     assert tokens.item() <= 3
+
+
+def test_logits_that_are_no_numbers_are_named() -> None:
+    with pytest.raises(TrainingError, match="no longer numbers"):
+        draw(torch.tensor([[0.0, float("nan"), 1.0]]), torch.tensor([0.5]), SamplingParams(1))
 
 
 def test_each_row_of_random_numbers_depends_on_its_own_seed_alone() -> None:

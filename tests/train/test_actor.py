@@ -20,10 +20,11 @@ from practicum.controller import (
 )
 from practicum.data import plan_micro_batches
 from practicum.errors import TrainingError, WorkerError
-from practicum.models import load_model
+from practicum.models import load_model, load_tokenizer
 from practicum.train import ActorSettings, ActorWorker, MiniBatch, UpdateStats
 from practicum.types import TrainingSample
 from tests.samples import make_training_sample
+from tests.train.test_model import tiny
 
 SAMPLES = [make_training_sample(2 + i % 3, 1 + i % 7, advantage=(-1.0) ** i * (0.5 + i % 2), seed=i) for i in range(13)]
 
@@ -125,6 +126,17 @@ def test_several_updates_a_step_use_the_log_probs_from_before_it(tiny_model: Pat
     assert stats.clipped > 0
     single, _ = on_one_rank(tiny_model, tmp_path / "single", parts=1, lr=2e-2)
     assert single.clipped == 0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_oss", "mamba"])
+def test_families_of_every_kind_learn(family: str, tiny_model: Path, tmp_path: Path) -> None:
+    """Learned positions; experts and attention sinks; no attention at all, and layers named inside one another."""
+    model = tiny(family)
+    model.save_pretrained(tmp_path / "model")
+    load_tokenizer(str(tiny_model)).save_pretrained(tmp_path / "model")
+    stats, weights = on_one_rank(tmp_path / "model", tmp_path / "saved", budget=40)
+    assert 0 < stats.grad_norm < float("inf")
+    assert any(not torch.equal(weights[name], p) for name, p in model.named_parameters())
 
 
 def test_a_gradient_that_is_no_number_changes_nothing(tiny_model: Path) -> None:

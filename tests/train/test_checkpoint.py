@@ -27,8 +27,9 @@ def test_only_rank_zero_writes_the_model(tiny_model: Path, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_optimizer_file_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", [b"", b"not a checkpoint"])
+def test_a_damaged_optimizer_file_is_named(tmp_path: Path, damaged: bytes) -> None:
     layer = torch.nn.Linear(2, 2)
-    (tmp_path / "optimizer.pt").write_bytes(b"not a checkpoint")
-    with pytest.raises(CheckpointError, match=r"optimizer\.pt cannot be read"):
+    (tmp_path / "optimizer.pt").write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt cannot be read .*delete that folder"):
         load_training_state(layer, torch.optim.AdamW(layer.parameters()), tmp_path, rank=0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,7 +33,7 @@ def ray_cluster(address: str | None = None) -> Iterator[None]:
     with ExitStack() as stack:
         all_started = None if address else stack.enter_context(watch_over_children())
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), _own_signal_handlers():
                 warnings.simplefilter("ignore")
                 ray.init(
                     address=address or "local",
@@ -46,6 +48,19 @@ def ray_cluster(address: str | None = None) -> Iterator[None]:
         if all_started:
             all_started()
         yield
+
+
+@contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Ray puts handlers of its own in place, with which a SIGTERM ends in a crash dump; the driver's come back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _refuse_if_nobody_answers(address: str, timeout_s: float = 10.0) -> None:

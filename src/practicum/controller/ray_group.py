@@ -109,9 +109,10 @@ class RayWorkerGroup(WorkerGroup[W]):
     def _reply(self, ref: Any, rank: int, what: str) -> Any:
         try:
             return ray.get(ref)
-        except RayActorError as error:
+        except RayActorError:
             raise WorkerDied(
-                f"group {self.name!r}: {self._whereabouts(rank)} died during {what}: {' '.join(str(error).split())}",
+                f"group {self.name!r}: {self._whereabouts(rank)} died during {what}: its process was killed, "
+                "ran out of memory or crashed.",
                 group=self.name,
                 ranks=[rank],
             ) from None

@@ -76,7 +76,7 @@ def _prompt(record: Any, prompt_key: str, answer_key: str, where: str) -> Prompt
             metadata=metadata,
         )
     except ValueError as error:
-        raise DataError(f"{where}: {error}.") from error
+        raise DataError(f"{where}: {str(error).removeprefix(f'prompt {where}: ')}.") from error
 
 
 def _messages(question: Any) -> Iterator[Message]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from practicum.config import Config
+from practicum.loop.trainer import Trainer
 from practicum.models import load_config, num_cores, resolve_device
 
 _GIB = 2**30
@@ -14,7 +15,8 @@ _FLOAT32 = 4
 
 
 def explanation(config: Config) -> str:
-    """The resolved config and what follows from it, as text."""
+    """The resolved config and what follows from it, as text. Model, data and reward are looked up and checked."""
+    Trainer(config)
     sections = [
         ("config", config.to_yaml().rstrip()),
         ("placement", _placement(config)),

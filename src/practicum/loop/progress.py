@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -60,7 +61,7 @@ class Progress:
             ("held-out", "-" if self._accuracy is None else f"{self._accuracy:.3f}"),
             ("KL(rollout|trainer)", f"{step.kl:.1e}"),
             ("tokens/s", f"{step.tokens_per_s:,.0f}"),
-            ("left", f"{int(left) // 60}:{int(left) % 60:02d}"),
+            ("left", str(timedelta(seconds=int(left)))),
         ]
 
     def _table(self, step: StepReport) -> Table:
@@ -88,14 +89,19 @@ def print_ending(console: Console, run_dir: Path, summary: Summary, report: Path
         table = Table("held-out question", "expected", "before", "after", box=None, padding=(0, 3, 0, 0))
         for c in found:
             table.add_row(
-                Text(c.question),
-                Text(c.expected),
+                Text(_one_line(c.question)),
+                Text(_one_line(c.expected)),
                 _judged(c.before, c.correct_before),
                 _judged(c.after, c.correct_after),
             )
         console.print(table)
-    console.print(f"report: {report}\nmodel:  {run_dir / 'checkpoints'}", **PLAIN)
+    model = run_dir / "checkpoints" / f"step-{summary.steps:06d}" / "model"
+    console.print(f"report: {report}\nmodel:  {model}", **PLAIN)
+
+
+def _one_line(text: str) -> str:
+    return text.replace("\n", "\\n")
 
 
 def _judged(answer: str, correct: bool) -> Text:
-    return Text(f"{answer} {'✓' if correct else '✗'}", style="green" if correct else "red")
+    return Text(f"{_one_line(answer)} {'✓' if correct else '✗'}", style="green" if correct else "red")

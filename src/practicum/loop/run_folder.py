@@ -190,7 +190,14 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(keepends=True), start=1):
+        if line.endswith("\n"):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise CheckpointError(f"{path}:{number} is not valid JSON ({error}): delete that line.") from error
+    return rows
 
 
 def read_validation(run_dir: Path, step: int) -> list[dict[str, Any]]:

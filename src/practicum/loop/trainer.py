@@ -62,10 +62,11 @@ class Trainer:
             stack.callback(folder.close)
             resumed = folder.checkpoint
             first = resumed.state.step + 1 if resumed else 1
+            if first > self.config.trainer.steps:
+                self._notify(f"nothing is left to do: {first - 1} steps are done")
+                return
             if resumed:
                 self._notify("; ".join([f"going on after step {first - 1}", *folder.changes]))
-            if first > self.config.trainer.steps:
-                return
             self._start(stack, folder)
             trackers = open_trackers(folder, first)
             for tracker in trackers:

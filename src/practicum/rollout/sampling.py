@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from practicum.errors import TrainingError
 from practicum.types import SamplingParams
 
 
@@ -26,6 +27,11 @@ def draw(logits: Tensor, uniform: Tensor, params: SamplingParams) -> tuple[Tenso
     if params.temperature > 0:
         scaled = scaled / params.temperature
     log_probs = scaled.log_softmax(-1)
+    if log_probs[:, 0].isnan().any():  # one bad logit makes the whole row so
+        raise TrainingError(
+            "the model's logits are no longer numbers: its weights are spoilt. Go back to a checkpoint from before and "
+            "lower actor.lr."
+        )
     if params.temperature == 0:
         tokens = log_probs.argmax(-1)
     else:

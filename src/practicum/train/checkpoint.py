@@ -50,8 +50,11 @@ def load_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, fold
     """Restores the optimizer and, where this rank wrote one, the random state; returns the number of updates done."""
     try:
         saved = torch.load(folder / "optimizer.pt", weights_only=True)
-    except (OSError, RuntimeError, UnpicklingError) as error:
-        raise CheckpointError(f"checkpoint {folder}: optimizer.pt cannot be read: {error}") from error
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise CheckpointError(
+            f"checkpoint {folder}: optimizer.pt cannot be read ({type(error).__name__}): delete that folder "
+            "to go on from an earlier one."
+        ) from error
     set_optimizer_state_dict(model, optimizer, saved["optimizer"], options=StateDictOptions(full_state_dict=True))
     random_state = folder / f"rng-{rank}.pt"
     if random_state.exists():

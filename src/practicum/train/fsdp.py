@@ -13,11 +13,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from practicum.controller import WorkerContext
-from practicum.errors import ModelError
+from practicum.errors import ModelError, ResourceError
 
 
 def join_ranks(context: WorkerContext, device: torch.device, timeout_s: float) -> DeviceMesh:
     """Meet the other ranks (NCCL on GPUs, gloo on CPUs). A collective that takes longer than the deadline fails."""
+    if dist.is_initialized():
+        raise ResourceError("another run is open in this process: end it first (close its generator), or use Ray.")
     if device.type == "cuda":
         torch.cuda.set_device(0)  # each worker sees only its own device
     dist.init_process_group(
@@ -37,7 +39,7 @@ def shard(root: nn.Module, model: Any, mesh: DeviceMesh, compute_dtype: torch.dt
     if not layers:
         raise ModelError(f"{type(model).__name__} does not name its layers (_no_split_modules): it cannot be sharded.")
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for layer in layers:
+    for layer in reversed(layers):  # some families name modules inside one another: the inner ones first
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(root, mesh=mesh, mp_policy=policy)
 

@@ -1,0 +1,44 @@
+"""A contestant's side of the talk with turns.py. Standard library only: peers run it in environments of their own.
+
+    driver ── {"go": 2} ──▶ contestant        starts with {"ready": {...versions}}
+    driver ◀── {"steps": [{"seconds": 1.9, "amount": 4096, "parts": {...}}, ...]} ──
+
+The end of standard input means: go home.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+from importlib.metadata import version
+from typing import Any, TextIO
+
+
+class Line:
+    """The line to the harness. Whatever libraries print goes to standard error, so that it cannot garble an answer."""
+
+    def __init__(self) -> None:
+        self._answers: TextIO = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def ready(self, packages: Iterable[str] = ()) -> None:
+        """Say that the next `go` may come, and with which versions we run."""
+        self._send({"ready": {package: version(package) for package in packages}})
+
+    def wait_for_go(self) -> int:
+        """How many steps to take now; 0 when it is over."""
+        message = sys.stdin.readline()
+        return int(json.loads(message)["go"]) if message else 0
+
+    def answer(self, steps: list[dict[str, Any]]) -> None:
+        self._send({"steps": steps})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._answers.write(json.dumps(message) + "\n")
+
+
+def step(seconds: float, amount: float, **parts: float) -> dict[str, Any]:
+    """One step: how long it took, how much it got done, and the seconds of its parts where they are known."""
+    return {"seconds": seconds, "amount": amount, "parts": parts}

@@ -1,0 +1,1 @@
+"""Our side of the benchmarks that need a process of their own."""

@@ -1,0 +1,151 @@
+"""What all benchmarks share: options in, rows out, the environment they were measured in, peers, errors.
+
+How contestants are run against each other is in turns.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class BenchError(Exception):
+    """A benchmark could not be finished."""
+
+
+class UsageError(BenchError):
+    """A benchmark was asked for that cannot be run as things are: an unknown name, a peer that is not installed."""
+
+
+class ContestantError(BenchError):
+    """A contestant died, was late or answered nonsense. Carries the end of what it wrote to standard error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One number of ours beside the same number of the peer; without a peer `peer` and `peer_name` are None."""
+
+    case: str
+    metric: str
+    ours: float
+    peer: float | None = None
+    peer_name: str | None = None
+    better: Literal["higher", "lower"] = "higher"
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times better ours is: above 1 we win, whichever way the metric points."""
+        if self.peer is None:
+            return None
+        above, below = (self.ours, self.peer) if self.better == "higher" else (self.peer, self.ours)
+        return above / below if below else None
+
+    def as_dict(self) -> dict[str, Any]:
+        names = ("case", "metric", "ours", "peer", "peer_name", "ratio")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line asks of a benchmark. `peer` is None for the benchmark's usual one, or "none"."""
+
+    quick: bool = False
+    peer: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a benchmark returns: its rows, and what to add to the environment they were measured in."""
+
+    rows: list[Row]
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Someone else's program in an environment of its own: bench/peers/venv-NAME, made by bench/peers/NAME.sh."""
+
+    name: str
+
+    @property
+    def python(self) -> str:
+        """Its interpreter. A `UsageError` when the environment has not been made."""
+        path = ROOT / "bench" / "peers" / f"venv-{self.name}" / "bin" / "python"
+        if not path.exists():
+            script = f"bash bench/peers/{self.name}.sh"
+            raise UsageError(f"peer {self.name!r} is not installed: run `{script}` first, or use --peer none.")
+        return str(path)
+
+
+def choose_peer(asked: str | None, known: Sequence[str]) -> Peer | None:
+    """The peer to run against: the first known one unless another, or none, was asked for."""
+    if asked == "none":
+        return None
+    name = asked or known[0]
+    if name not in known:
+        raise UsageError(f"peer {name!r} is not known here; known: {', '.join(known)}, none.")
+    return Peer(name)
+
+
+def environment(command: str) -> dict[str, Any]:
+    """What a reader needs to judge the numbers, or to measure them again."""
+    return {
+        "command": command,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cpu_count": os.cpu_count(),
+        "load_before": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        **{package: _version(package) for package in ("torch", "transformers", "ray", "practicum")},
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def write_json(path: Path, rows: Sequence[Row], where: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"environment": where, "rows": [row.as_dict() for row in rows]}, indent=2) + "\n")
+
+
+def print_table(title: str, rows: Sequence[Row], console: Console | None = None) -> None:
+    table = Table(title=title)
+    for heading in ("case", "metric"):
+        table.add_column(heading)
+    peer_name = next((row.peer_name for row in rows if row.peer_name), "peer")
+    for heading in ("ours", peer_name, "ratio (>1: ours is better)"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(row.case, row.metric, _number(row.ours), _number(row.peer), _number(row.ratio))
+    (console or Console()).print(table)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -1,0 +1,122 @@
+"""TRL in the `grpo` benchmark: its GRPOTrainer with transformers' generation, set to do what ours does.
+
+Runs in the environment that trl.sh makes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from bench.contestant import Line, step
+from bench.grpo_work import Job, even_share, read_prompts
+
+
+def grpo_config(job: Job) -> GRPOConfig:
+    return GRPOConfig(
+        output_dir=job.run_dir,
+        model_init_kwargs={"dtype": "float32"},
+        use_cpu=True,
+        bf16=False,
+        # All answers of a step in one pass and one update, as ours does.
+        per_device_train_batch_size=job.answers_per_step,
+        gradient_accumulation_steps=1,
+        num_iterations=1,
+        num_generations=job.answers_per_prompt,
+        max_completion_length=job.max_new_tokens,
+        temperature=1.0,
+        # The same loss: a mean over all tokens of the step, clipped alike, without a reference model.
+        loss_type="dapo",
+        scale_rewards="group",
+        beta=0.0,
+        epsilon=job.clip_low,
+        epsilon_high=job.clip_high,
+        mask_truncated_completions=False,
+        learning_rate=job.lr,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=job.max_grad_norm,
+        max_steps=1_000_000,
+        # On by default, and slower: only memory would speak for it.
+        gradient_checkpointing=False,
+        # Nothing that ours does not do, and no logging at all.
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=False,
+    )
+
+
+class InTurns(TrainerCallback):
+    """Holds the trainer between two steps until it may go on. Everything from one step's end to the next is timed."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._steps: list[dict[str, Any]] = []
+        self._due, self._start = 0, 0.0
+        self.num_tokens = 0
+        self.rollout_s = 0.0
+
+    def grade(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
+        self.num_tokens += sum(map(len, completion_ids))
+        return [even_share(ids) for ids in completion_ids]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._line.ready(["trl", "torch", "transformers", "accelerate"])
+        self._wait(control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        seconds = time.perf_counter() - self._start
+        self._steps.append(step(seconds, self.num_tokens, rollout=self.rollout_s, update=seconds - self.rollout_s))
+        self.num_tokens, self.rollout_s = 0, 0.0
+        if len(self._steps) == self._due:
+            self._line.answer(self._steps)
+            self._wait(control)
+        else:
+            self._start = time.perf_counter()
+
+    def _wait(self, control: Any) -> None:
+        self._steps = []
+        self._due = self._line.wait_for_go()
+        control.should_training_stop = self._due == 0
+        self._start = time.perf_counter()
+
+
+class TimedTrainer(GRPOTrainer):  # type: ignore[misc]
+    """Notes how long generation takes, rewards included."""
+
+    turns: InTurns
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        start = time.perf_counter()
+        outputs = super()._generate_and_score_completions(inputs)
+        self.turns.rollout_s += time.perf_counter() - start
+        return outputs
+
+
+def main() -> None:
+    line = Line()
+    job = Job.read(sys.argv[1])
+    torch.set_num_threads(job.threads)
+    turns = InTurns(line)
+    trainer = TimedTrainer(
+        model=job.model,
+        reward_funcs=turns.grade,
+        args=grpo_config(job),
+        train_dataset=Dataset.from_list(read_prompts(job.prompts)),
+        callbacks=[turns],
+    )
+    trainer.turns = turns
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()

@@ -2,8 +2,8 @@
 
 The worked examples are like those of the world: a share of them is wrong. The model learns to hedge, finds the right
 answer to most problems sometimes, and has something to learn from practice on nearly all of them. With only right
-examples it comes out sure of some kinds of sums and hopeless at others, where practice has nothing to reward: of three
-seeds one ended at 0.56 held-out accuracy after 250 steps; with 40 % wrong ones all three pass 0.8 within 100.
+examples it comes out sure of some kinds of sums and hopeless at others, where practice has nothing to reward: one of
+three seeds ended at 0.56 held-out accuracy after 250 steps. With 40 % wrong ones the same seed was at 0.85 after 100.
 """
 
 from __future__ import annotations

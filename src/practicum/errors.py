@@ -8,14 +8,16 @@ PracticumError
 ├── TrainingError      a loss or gradient that is no longer a number
 ├── CheckpointError    a run folder that cannot be written, resumed or read
 ├── ResourceError      more processes or accelerators asked for than the machine or cluster has
+├── CallError          a call to a group that cannot be made: its method, role, mesh or arguments
 └── WorkerError        a worker raised; carries group, rank, node, pid and the remote traceback
     ├── WorkerDied     its process is gone
-    └── DeadlineError  a call or a start passed its deadline; carries the ranks that were late
+    │   └── NodeLost   and so is the machine it ran on
+    └── DeadlineError  a call or a start passed its deadline; carries the ranks that were late, and stacks
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -49,6 +51,10 @@ class CheckpointError(PracticumError):
 
 class ResourceError(PracticumError):
     """The machine or cluster does not have what was asked for."""
+
+
+class CallError(PracticumError, ValueError):
+    """A call to a group cannot be made as written. Nothing was sent to any worker."""
 
 
 class WorkerError(PracticumError):
@@ -86,8 +92,19 @@ class WorkerDied(WorkerError):
     """The process of a worker ended while it was needed."""
 
 
+class NodeLost(WorkerDied):
+    """The node of a worker left the cluster or cannot be reached."""
+
+
 class DeadlineError(WorkerError):
-    """A call or a start took longer than its deadline; `ranks` are the ones that had not answered."""
+    """A call or a start took longer than its deadline; `ranks` are the ones that had not answered.
+
+    `stacks` tells for every rank of the group what its process was doing just then.
+    """
+
+    def __init__(self, message: str, *, stacks: Mapping[int, str] | None = None, **fields: Any) -> None:
+        super().__init__(message, **fields)
+        self.stacks = dict(stacks or {})
 
 
 def _rebuild_worker_error(cls: type[WorkerError], message: str, fields: dict[str, Any]) -> WorkerError:

@@ -1,53 +1,270 @@
-"""What only Ray's groups can run into: late and dead processes."""
+"""What only Ray's groups can run into: late, dead and stuck processes, arguments that travel, colocation."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
 
+import numpy as np
+import psutil
 import pytest
+import ray
+from numpy.typing import NDArray
 
-from practicum.controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker
-from practicum.errors import DeadlineError, WorkerDied
+from practicum.controller import FusedWorker, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker
+from practicum.errors import CallError, DeadlineError, ResourceError, WorkerDied, WorkerError
+
+MIB = 1 << 20
 
 
 class Mortal(Worker):
-    def exit(self) -> None:
-        os._exit(7)
+    def exit(self, rank: int) -> None:
+        if self.rank == rank:
+            os._exit(7)
+        time.sleep(60)
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def fail_in_collective(self, rank: int) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", init_method="env://")  # from the variables the group set
+        dist.barrier()
+        if self.rank == rank:
+            raise RuntimeError("not today")
+        dist.barrier()
+
+    def exit_in_collective(self, rank: int) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", init_method="env://")
+        dist.barrier()
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
     def pid(self) -> int:
         return os.getpid()
 
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def is_main_thread(self) -> bool:
+        return threading.current_thread() is threading.main_thread()
+
+    def spawn(self) -> int:
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"]).pid
+
+    def is_view(self, array: NDArray[np.uint8]) -> tuple[bool, int]:
+        return not array.flags.writeable and not array.flags.owndata, int(array[0])
+
+    def large(self, size: int) -> NDArray[np.uint8]:
+        return np.full(size, self.rank, np.uint8)
+
+    def lambda_reply(self) -> Any:
+        return threading.Lock()
+
+    def apply(self, function: Callable[[int], int]) -> int:
+        return function(self.rank)
+
+
+@pytest.fixture(scope="module")
+def pool(ray_session: None) -> Iterator[RayResourcePool]:
+    with RayResourcePool([2], max_colocate_count=2) as pool:
+        yield pool
+
 
 @pytest.fixture
-def group(ray_session: None) -> Iterator[RayWorkerGroup[Mortal]]:
-    with RayResourcePool([2]) as pool:
-        group = RayWorkerGroup(pool, RayClassWithInitArgs(Mortal), name="mortals")
-        yield group
-        group.shutdown()
-
-
-def test_a_call_past_its_deadline_names_the_late_ranks(group: RayWorkerGroup[Mortal]) -> None:
-    start = time.monotonic()
-    with pytest.raises(DeadlineError, match=r"'mortals': Mortal.sleep passed its deadline.*rank 0 .*rank 1") as caught:
-        group.with_timeout(0.3).execute_all(Mortal.sleep, 30.0)
-    assert time.monotonic() - start < 3
-    assert caught.value.ranks == (0, 1)
-
-
-def test_a_dead_worker_is_noticed_and_a_closed_group_says_so(group: RayWorkerGroup[Mortal]) -> None:
-    start = time.monotonic()
-    with pytest.raises(WorkerDied, match=r"'mortals': rank 0 \(node .*\) died during Mortal.exit"):
-        group.execute_rank_zero(Mortal.exit)
-    assert time.monotonic() - start < 5
+def group(pool: RayResourcePool) -> Iterator[RayWorkerGroup[Mortal]]:
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Mortal), name="mortals")
+    yield group
     group.shutdown()
-    with pytest.raises(WorkerDied, match="shut down"):
+
+
+def test_a_call_past_its_deadline_names_the_late_ranks_and_shows_all_stacks(group: RayWorkerGroup[Mortal]) -> None:
+    start = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"'mortals': Mortal.sleep passed its deadline; no answer from rank 1") as e:
+        group.with_timeout(0.5).map(Mortal.sleep, [0.0, 30.0])
+    assert time.monotonic() - start < 2
+    assert e.value.ranks == (1,)
+    assert sorted(e.value.stacks) == [0, 1]
+    assert "in sleep\n    time.sleep(seconds)" in e.value.stacks[1]
+    assert "time.sleep(seconds)" not in e.value.stacks[0]
+    assert "time.sleep(seconds)" in str(e.value)
+    assert "in sleep" in group.stacks()[1]
+
+
+def test_a_process_that_is_stopped_is_told_from_a_busy_one_and_restarts(group: RayWorkerGroup[Mortal]) -> None:
+    stopped = group.execute_all(Mortal.pid)[1]
+    os.kill(stopped, signal.SIGSTOP)
+    with pytest.raises(DeadlineError, match=r"no answer from rank 1") as caught:
+        group.with_timeout(0.3).execute_all(Mortal.pid)
+    assert "silent" in caught.value.stacks[1]
+    group.restart()
+    assert stopped not in group.execute_all(Mortal.pid)
+    assert not psutil.wait_procs([psutil.Process(stopped)] if psutil.pid_exists(stopped) else [], timeout=15)[1]
+
+
+def test_a_dead_worker_is_noticed_while_others_are_busy_and_the_group_restarts(group: RayWorkerGroup[Mortal]) -> None:
+    before = group.execute_all(Mortal.pid)
+    start = time.monotonic()
+    with pytest.raises(WorkerDied, match=r"'mortals': rank 1 \(node .*, pid .*\) died during Mortal.exit") as caught:
+        group.execute_all(Mortal.exit, 1)
+    assert time.monotonic() - start < 2
+    assert (caught.value.ranks, caught.value.pid) == ((1,), before[1])
+    with pytest.raises(WorkerDied, match="rank 1"):
         group.execute_all(Mortal.pid)
+    group.restart()
+    assert not set(before) & set(group.execute_all(Mortal.pid))
 
 
-def test_each_rank_is_a_process_of_its_own(group: RayWorkerGroup[Mortal]) -> None:
+def test_an_exception_arrives_while_the_others_sit_in_a_collective(group: RayWorkerGroup[Mortal]) -> None:
+    start = time.monotonic()
+    waiting = group.with_timeout(60).execute_all_async(Mortal.fail_in_collective, 1)
+    with pytest.raises(WorkerError, match=r"rank 1 of 2.*not today") as caught:
+        waiting.result()
+    assert caught.value.ranks == (1,)
+    assert time.monotonic() - start < 30  # most of it is importing torch
+
+
+def test_of_a_death_in_a_collective_the_dead_rank_is_named_not_who_noticed(group: RayWorkerGroup[Mortal]) -> None:
+    with pytest.raises(WorkerDied, match=r"rank 1 .*died during Mortal.exit_in_collective"):
+        group.with_timeout(60).execute_all(Mortal.exit_in_collective, 1)
+
+
+def test_each_rank_is_a_process_of_its_own_and_calls_run_in_its_main_thread(group: RayWorkerGroup[Mortal]) -> None:
     assert len({os.getpid(), *group.execute_all(Mortal.pid)}) == 3
+    assert group.execute_all(Mortal.is_main_thread) == [True, True]
+    assert group.execute_all(Mortal.variable, "RANK") == ["0", "1"]
+    assert group.execute_all(Mortal.variable, "WORLD_SIZE") == ["2", "2"]
+
+
+def test_what_a_worker_started_ends_with_it(group: RayWorkerGroup[Mortal]) -> None:
+    children = [psutil.Process(pid) for pid in group.execute_all(Mortal.spawn)]
+    os.kill(group.execute_all(Mortal.pid)[0], signal.SIGKILL)
+    group.shutdown()
+    assert not psutil.wait_procs(children, timeout=10)[1]
+
+
+def test_large_arguments_are_put_once_and_read_in_place(group: RayWorkerGroup[Mortal]) -> None:
+    array = np.full(8 * MIB, 3, np.uint8)
+    before = _stored_objects()
+    pending = group.execute_all_async(Mortal.is_view, array)
+    assert _stored_objects() - before == 1
+    assert pending.result() == [(True, 3), (True, 3)]
+    assert group.map(Mortal.is_view, [array, array + 1]) == [(True, 3), (True, 4)]
+
+
+def test_a_future_goes_from_worker_to_worker_without_visiting_the_driver(
+    pool: RayResourcePool, group: RayWorkerGroup[Mortal]
+) -> None:
+    others = RayWorkerGroup(pool, RayClassWithInitArgs(Mortal), name="others")
+    try:
+        arrays = group.execute_all_async(Mortal.large, 8 * MIB)
+        assert others.map(Mortal.is_view, arrays) == [(True, 0), (True, 1)]
+        dying = group.execute_rank_zero_async(Mortal.exit, 0)
+        with pytest.raises(WorkerError, match=r"'others': rank 0 .*the worker they come from has died"):
+            others.with_timeout(20).execute_all(Mortal.apply, dying.forward())  # type: ignore[arg-type]
+    finally:
+        others.shutdown()
+
+
+def test_large_replies_do_not_block_small_calls(group: RayWorkerGroup[Mortal]) -> None:
+    group.execute_all(Mortal.large, MIB)
+    pending = [group.execute_all_async(Mortal.large, 32 * MIB) for _ in range(4)]
+    start = time.monotonic()
+    group.execute_all(Mortal.pid)  # behind the making of the replies, not behind their way to the driver
+    small_s = time.monotonic() - start
+    assert [reply.nbytes for future in pending for reply in future.result()] == [32 * MIB] * 8
+    assert small_s < 10
+    reply = pending[0].result()[0]
+    assert not reply.flags.owndata  # still in shared memory
+
+
+def test_what_cannot_travel_is_named_before_any_rank_runs(group: RayWorkerGroup[Mortal]) -> None:
+    lock = threading.Lock()
+    with pytest.raises(CallError, match=r"argument 'function' of Mortal.apply cannot be sent .*cannot pickle"):
+        group.execute_all(Mortal.apply, lock)  # type: ignore[arg-type]
+    with pytest.raises(CallError, match=r"argument 'rank' of Mortal.exit cannot be sent"):
+        group.map(Mortal.exit, [0, lock])  # type: ignore[list-item]
+    assert len(group.execute_all(Mortal.pid)) == 2  # rank 0 was not told to exit
+    offset = 10
+    assert group.execute_all(Mortal.apply, lambda rank: rank + offset) == [10, 11]
+
+
+def test_a_reply_that_cannot_travel_names_rank_and_method(group: RayWorkerGroup[Mortal]) -> None:
+    with pytest.raises(
+        WorkerError, match=r"rank 0 .*hand over the answer of Mortal.lambda_reply: TypeError: cannot pickle"
+    ):
+        group.execute_rank_zero(Mortal.lambda_reply)
+
+
+def test_constructor_arguments_that_cannot_travel_start_nothing(pool: RayResourcePool) -> None:
+    class Holder(Worker):
+        def __init__(self, thing: Any) -> None:
+            self.thing = thing
+
+    with pytest.raises(CallError, match=r"argument 'thing' of Holder.__init__ cannot be sent"):
+        RayWorkerGroup(pool, RayClassWithInitArgs(Holder, thing=threading.Lock()))
+    assert all(place.tenants == [] for place in pool.places)
+
+
+def test_groups_share_a_pool_until_it_is_full(pool: RayResourcePool) -> None:
+    with ExitStack() as stack:
+        for name in ("one", "two"):
+            stack.callback(RayWorkerGroup(pool, RayClassWithInitArgs(Mortal), name=name).shutdown)
+        with pytest.raises(ResourceError, match=r"no room for group 'three': place 0 .*'one', 'two', and max_colocate"):
+            RayWorkerGroup(pool, RayClassWithInitArgs(Mortal), name="three")
+    last = RayWorkerGroup(pool, RayClassWithInitArgs(Mortal), name="three")  # there is room again
+    last.shutdown()
+
+
+def test_environment_variables_and_options_reach_the_process(pool: RayResourcePool) -> None:
+    packed = RayClassWithInitArgs(Mortal).options(env={"PRACTICUM_TEST": "yes"})
+    group = RayWorkerGroup(pool, packed)
+    try:
+        assert group.execute_all(Mortal.variable, "PRACTICUM_TEST") == ["yes", "yes"]
+    finally:
+        group.shutdown()
+    with pytest.raises(ResourceError, match="asks for 1 nvme per process, the pool has 0: add it to resources_per"):
+        RayWorkerGroup(pool, RayClassWithInitArgs(Mortal).options(resources={"nvme": 1}))
+    with pytest.raises(ValueError, match="no_such_option"):
+        RayWorkerGroup(pool, RayClassWithInitArgs(Mortal).options(no_such_option=1))
+    with pytest.raises(ResourceError, match="has no GPUs"):
+        RayWorkerGroup(pool, RayClassWithInitArgs(Mortal), use_gpu=True)
+
+
+def test_a_constructor_that_hangs_is_ended_at_the_start_deadline(pool: RayResourcePool) -> None:
+    class Slow(Worker):
+        def __init__(self) -> None:
+            if self.rank == 1:
+                time.sleep(60)
+
+    with pytest.raises(DeadlineError, match=r"Slow.__init__ passed its deadline; no answer from rank 1 \(") as caught:
+        RayWorkerGroup(pool, RayClassWithInitArgs(Slow), start_timeout_s=5)
+    assert "time.sleep(60)" in caught.value.stacks[1]
+
+
+def test_fused_roles_must_be_packed_and_without_options_of_their_own(pool: RayResourcePool) -> None:
+    with pytest.raises(CallError, match="role 'a' of FusedWorker is a type: pack it first"):
+        RayWorkerGroup(pool, RayClassWithInitArgs(FusedWorker, a=Mortal))  # type: ignore[arg-type]
+    role = RayClassWithInitArgs(Mortal)
+    with pytest.raises(CallError, match="role 'a' shares its process with others"):
+        RayWorkerGroup(pool, RayClassWithInitArgs(FusedWorker, a=role.options(env={"A": "1"})))
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'a'"):
+        RayClassWithInitArgs(FusedWorker, a=role, **{"a": role})
+
+
+def _stored_objects() -> int:
+    from ray._private.internal_api import memory_summary
+
+    summary = memory_summary(ray.get_runtime_context().gcs_address, stats_only=True)
+    return int(summary.split("Plasma memory usage")[1].split(" MiB, ")[1].split(" objects")[0])

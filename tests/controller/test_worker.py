@@ -1,31 +1,21 @@
 from __future__ import annotations
 
-import socket
-
 import pytest
 
-from practicum.controller import RayClassWithInitArgs, Worker, WorkerContext
-from practicum.controller.worker import Call, WorkerHost, free_port, host_address
-from practicum.errors import WorkerError
+from practicum.controller import Mesh, RayClassWithInitArgs, Worker, WorkerContext
+from practicum.errors import CallError
 
 
-class Odd(Worker):
-    def fail(self) -> None:
-        class Local(Exception):  # a class that no other process can import
-            pass
-
-        raise Local("only its text travels")
-
-
-def test_an_exception_that_cannot_travel_still_arrives_as_text() -> None:
-    host = WorkerHost()
-    host.build(RayClassWithInitArgs(Odd), WorkerContext("odd", rank=1, world_size=2))
-    with pytest.raises(WorkerError, match=r"rank 1 of 2 .*Local: only its text travels") as caught:
-        host.call(Call(None, "fail"))
-    assert caught.value.cause is None
-    assert "only its text travels" in (caught.value.remote_traceback or "")
+def test_a_worker_knows_its_place_in_a_mesh_by_name() -> None:
+    context = WorkerContext("group", rank=3, world_size=4, meshes={"model": Mesh(data=2, tensor=2)})
+    worker = RayClassWithInitArgs(Worker).build(context)
+    assert worker.coordinates("model").data == 1
+    with pytest.raises(CallError, match="group 'group' has no mesh 'modle'; its meshes: model"):
+        worker.coordinates("modle")
 
 
-def test_a_free_port_can_be_bound() -> None:
-    with socket.socket() as server:
-        server.bind((host_address(), free_port()))
+def test_the_environment_is_what_torch_looks_for() -> None:
+    context = WorkerContext("group", rank=3, world_size=4, local_rank=1, master_address="10.0.0.1", master_port=99)
+    environment = context.environment()
+    assert (environment["RANK"], environment["WORLD_SIZE"], environment["LOCAL_RANK"]) == ("3", "4", "1")
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.0.0.1", "99")

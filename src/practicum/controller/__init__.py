@@ -1,25 +1,32 @@
 """The single controller: pools of resources, packed worker classes, and groups that one call drives. Knows no RL."""
 
 from practicum.controller.backend import Controller, open_controller
+from practicum.controller.batch import join_batches, split_batch
 from practicum.controller.cluster import ray_cluster
-from practicum.controller.group import GroupFuture, WorkerGroup, split_evenly
+from practicum.controller.future import GroupFuture
+from practicum.controller.group import WorkerGroup
 from practicum.controller.local import LocalWorkerGroup
+from practicum.controller.mesh import Coordinates, Mesh
+from practicum.controller.packed import FusedWorker, RayClassWithInitArgs
 from practicum.controller.pool import RayResourcePool
 from practicum.controller.ray_group import RayWorkerGroup
-from practicum.controller.worker import FusedWorker, RayClassWithInitArgs, Worker, WorkerContext
+from practicum.controller.worker import Worker, WorkerContext
 
 __all__ = [
     "Controller",
+    "Coordinates",
     "FusedWorker",
     "GroupFuture",
     "LocalWorkerGroup",
+    "Mesh",
     "RayClassWithInitArgs",
     "RayResourcePool",
     "RayWorkerGroup",
     "Worker",
     "WorkerContext",
     "WorkerGroup",
+    "join_batches",
     "open_controller",
     "ray_cluster",
-    "split_evenly",
+    "split_batch",
 ]

@@ -11,9 +11,11 @@ import ray
 from practicum.controller.cluster import ray_cluster
 from practicum.controller.group import WorkerGroup
 from practicum.controller.local import LocalWorkerGroup
-from practicum.controller.pool import RayResourcePool
+from practicum.controller.nodes import spread_over_nodes
+from practicum.controller.packed import RayClassWithInitArgs
+from practicum.controller.pool import RayResourcePool, bundle_of
 from practicum.controller.ray_group import RayWorkerGroup
-from practicum.controller.worker import RayClassWithInitArgs, Worker
+from practicum.controller.worker import Worker
 
 W = TypeVar("W", bound=Worker)
 
@@ -76,7 +78,10 @@ def open_controller(
         if use_gpu is None:
             use_gpu = ray.cluster_resources().get("GPU", 0) >= num_workers
         with RayResourcePool(
-            [num_workers], use_gpu=use_gpu, max_colocate_count=max_colocate_count, timeout_s=start_timeout_s
+            spread_over_nodes(num_workers, bundle_of(use_gpu)),
+            use_gpu=use_gpu,
+            max_colocate_count=max_colocate_count,
+            timeout_s=start_timeout_s,
         ) as pool:
             controller = Controller(pool, start_timeout_s, call_timeout_s)
             try:

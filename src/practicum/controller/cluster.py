@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 
 import ray
 
+from practicum.controller.host import host_address
 from practicum.controller.watchdog import watch_over_children
 from practicum.errors import ResourceError
 
@@ -25,11 +26,14 @@ def ray_cluster(address: str | None = None) -> Iterator[None]:
         return
     if address:
         _refuse_if_nobody_answers(address)
+        _show_own_token(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # The first failure of a call is raised to the caller; the same failure on other ranks need not be printed as well.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # An actor without an accelerator keeps the driver's view of the devices instead of a changed environment.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # What a worker started ends with it, also when it is killed.
+    os.environ.setdefault("RAY_process_group_cleanup_enabled", "1")
     with ExitStack() as stack:
         all_started = None if address else stack.enter_context(watch_over_children())
         try:
@@ -43,7 +47,8 @@ def ray_cluster(address: str | None = None) -> Iterator[None]:
                 )
         except (ConnectionError, RuntimeError, ValueError) as error:
             where = f"join the Ray cluster at {address!r}" if address else "start Ray on this machine"
-            raise ResourceError(f"could not {where}: {error}") from error
+            token = " If it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN." if address else ""
+            raise ResourceError(f"could not {where}: {error}.{token}") from error
         stack.callback(ray.shutdown)
         if all_started:
             all_started()
@@ -61,6 +66,19 @@ def _own_signal_handlers() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, handler)
+
+
+def _show_own_token(address: str) -> None:
+    """A cluster started on this machine asks for the token it left here, which Ray brings along only when told to. To
+    another machine it is not shown unasked."""
+    if address.rpartition(":")[0] not in ("127.0.0.1", "localhost", host_address()):
+        return
+    try:
+        from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+    except ImportError:  # Ray before 2.60 asks for none
+        return
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it would warn that it does what it was asked to
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def _refuse_if_nobody_answers(address: str, timeout_s: float = 10.0) -> None:

@@ -6,55 +6,77 @@ A call names the method by reference, so that the type checker sees method and a
     group.execute_rank_zero(Counter.add, [1])      rank 0 only                       -> its reply
     group.map(Counter.add, [[1], [2]])             one argument per rank             -> one reply per rank
     group.scatter(Counter.square, [1, 2, 3])       split along the batch             -> replies joined in order
+    group.scatter_with(cut, glue, Counter.f, x)    the same with a split and a gather of one's own
 
-Each has an `_async` form that returns a `GroupFuture` at once. `group.with_timeout(5)` is the same group with another
-deadline; `group.role("actor", ActorWorker)` is the same processes seen as one role of a fused worker.
+Each has an `_async` form that returns a `GroupFuture` at once. Views are the same workers seen differently:
+`group.with_timeout(5)` has another deadline, `group.role("actor", ActorWorker)` calls one role of fused workers,
+`group.mesh("actor")` counts in shards: all ranks of a shard get the same argument, one of them answers for it.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
-from practicum.controller.worker import Call, FusedWorker, RayClassWithInitArgs, Worker
+from practicum.controller.batch import join_batches, split_batch
+from practicum.controller.future import Gather, GroupFuture, only
+from practicum.controller.mesh import Mesh
+from practicum.controller.packed import RayClassWithInitArgs, known_as, roles_of
+from practicum.controller.worker import Worker, find_mesh
+from practicum.errors import CallError
 
 W = TypeVar("W", bound=Worker)
 V = TypeVar("V", bound=Worker)
 P = ParamSpec("P")
+B = TypeVar("B")
+S = TypeVar("S")
 R = TypeVar("R")
-T = TypeVar("T")
 Out = TypeVar("Out")
 
+_signature = functools.lru_cache(maxsize=1024)(inspect.signature)
 
-class GroupFuture(Generic[Out]):
-    """Replies that may still be under way. The deadline counts from the call, not from `result`."""
 
-    def __init__(self, collect: Callable[[], Out]) -> None:
-        self._collect = collect
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One method with its arguments, checked against its signature, on its way to some ranks of a group."""
 
-    def result(self) -> Out:
-        return self._collect()
+    what: str  # class and method, for messages
+    role: str | None
+    method: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    by_name: Mapping[str, Any]  # the same arguments under the names of the method's parameters
+    own: Sequence[Any] | None = None  # the first argument where each shard has its own
 
 
 class WorkerGroup(ABC, Generic[W]):
     """What Ray's groups and the in-process twin have in common."""
 
-    def __init__(self, name: str, packed: RayClassWithInitArgs[W], world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self, name: str, packed: RayClassWithInitArgs[W], world_size: int, timeout_s: float, meshes: Mapping[str, Mesh]
+    ) -> None:
+        for mesh_name, mesh in meshes.items():
+            if mesh.size != world_size:
+                raise CallError(f"mesh {mesh_name!r} of group {name!r} has {mesh.size} ranks, the group {world_size}")
         self.name = name
         self.world_size = world_size
-        self._packed = packed
-        self._worker_class: type[Worker] = packed.cls
+        self._roles = roles_of(packed)
         self._role: str | None = None
+        self._worker_class: type[Worker] = packed.cls
+        self._meshes = meshes
+        self._mesh = Mesh(data=world_size)
         self._timeout_s = timeout_s
 
     def execute_all_async(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> GroupFuture[list[R]]:
-        call = self._call(method, args, kwargs)
-        return self._start([(rank, call) for rank in range(self.world_size)])
+        return self._start(self._call(method, args, kwargs), list)
 
     def execute_all(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         return self.execute_all_async(method, *args, **kwargs).result()
@@ -62,41 +84,71 @@ class WorkerGroup(ABC, Generic[W]):
     def execute_rank_zero_async(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> GroupFuture[R]:
-        replies: GroupFuture[list[R]] = self._start([(0, self._call(method, args, kwargs))])
-        return GroupFuture(lambda: replies.result()[0])
+        return self._start(self._call(method, args, kwargs), only, ranks=[0], answering=[0])
 
     def execute_rank_zero(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         return self.execute_rank_zero_async(method, *args, **kwargs).result()
 
     def map_async(
-        self, method: Callable[Concatenate[W, T, P], R], per_rank: Sequence[T], *args: P.args, **kwargs: P.kwargs
+        self,
+        method: Callable[Concatenate[W, S, P], R],
+        per_rank: Sequence[S] | GroupFuture[list[S]],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> GroupFuture[list[R]]:
-        if len(per_rank) != self.world_size:
-            raise ValueError(f"group {self.name!r} has {self.world_size} ranks, but {len(per_rank)} arguments came")
-        return self._start([(r, self._call(method, (arg, *args), kwargs)) for r, arg in enumerate(per_rank)])
+        if isinstance(per_rank, GroupFuture):
+            if per_rank.gather is not list:
+                raise CallError(f"group {self.name!r}: map takes the future of execute_all or map, one reply per rank")
+            per_rank = cast(Sequence[S], per_rank.each())
+        if len(per_rank) != self._mesh.data:
+            unit = "ranks" if self._mesh.data == self.world_size else "shards"
+            raise CallError(f"group {self.name!r} has {self._mesh.data} {unit}, but {len(per_rank)} arguments came")
+        return self._start(self._call(method, args, kwargs, own=per_rank), list)
 
     def map(
-        self, method: Callable[Concatenate[W, T, P], R], per_rank: Sequence[T], *args: P.args, **kwargs: P.kwargs
+        self,
+        method: Callable[Concatenate[W, S, P], R],
+        per_rank: Sequence[S] | GroupFuture[list[S]],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> list[R]:
         return self.map_async(method, per_rank, *args, **kwargs).result()
 
-    def scatter_async(
+    def scatter_with_async(
         self,
-        method: Callable[Concatenate[W, Sequence[T], P], Sequence[R]],
-        batch: Sequence[T],
+        split: Callable[[B, int], Sequence[S]],
+        gather: Callable[[list[R]], Out],
+        method: Callable[Concatenate[W, S, P], R],
+        batch: B | GroupFuture[B],
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> GroupFuture[list[R]]:
-        replies = self.map_async(method, split_evenly(batch, self.world_size), *args, **kwargs)
-        return GroupFuture(lambda: [item for reply in replies.result() for item in reply])
+    ) -> GroupFuture[Out]:
+        """`split` cuts the batch into as many shares as it is told, `gather` makes one reply of many."""
+        num_shards = self._mesh.data
+        own = batch.shares(num_shards, split) if isinstance(batch, GroupFuture) else split(batch, num_shards)
+        if len(own) != num_shards:
+            raise CallError(f"group {self.name!r}: the split made {len(own)} shares where {num_shards} were asked for")
+        return self._start(self._call(method, args, kwargs, own=own), gather)
+
+    def scatter_with(
+        self,
+        split: Callable[[B, int], Sequence[S]],
+        gather: Callable[[list[R]], Out],
+        method: Callable[Concatenate[W, S, P], R],
+        batch: B | GroupFuture[B],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Out:
+        return self.scatter_with_async(split, gather, method, batch, *args, **kwargs).result()
+
+    def scatter_async(
+        self, method: Callable[Concatenate[W, B, P], R], batch: B | GroupFuture[B], *args: P.args, **kwargs: P.kwargs
+    ) -> GroupFuture[R]:
+        return self.scatter_with_async(split_batch, join_batches, method, batch, *args, **kwargs)
 
     def scatter(
-        self,
-        method: Callable[Concatenate[W, Sequence[T], P], Sequence[R]],
-        batch: Sequence[T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> list[R]:
+        self, method: Callable[Concatenate[W, B, P], R], batch: B | GroupFuture[B], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
         return self.scatter_async(method, batch, *args, **kwargs).result()
 
     def with_timeout(self, timeout_s: float) -> Self:
@@ -104,45 +156,74 @@ class WorkerGroup(ABC, Generic[W]):
         view._timeout_s = timeout_s
         return view
 
+    def mesh(self, name: str) -> Self:
+        """The group in shards of the mesh of that name: `map` takes an argument per shard, `scatter` splits the batch
+        over them, and all calls keep one reply per shard."""
+        view = copy.copy(self)
+        view._mesh = find_mesh(self._meshes, name, self.name)
+        return view
+
     def role(self, name: str, cls: type[V]) -> WorkerGroup[V]:
         """The role `name` of a group of `FusedWorker`s, as a group of its own."""
-        roles = self._packed.kwargs if issubclass(self._packed.cls, FusedWorker) else {}
-        if name not in roles or not issubclass(roles[name].cls, cls):
-            known = ", ".join(f"{role} ({packed.cls.__name__})" for role, packed in roles.items()) or "none"
-            raise ValueError(f"group {self.name!r} has no role {name!r} of class {cls.__name__}; its roles: {known}")
+        found = known_as(self._roles[name].cls, cls) if name in self._roles else None
+        if found is None:
+            known = ", ".join(f"{role} ({packed.cls.__name__})" for role, packed in self._roles.items()) or "none"
+            raise CallError(f"group {self.name!r} has no role {name!r} of class {cls.__name__}; its roles: {known}")
         view = cast(WorkerGroup[V], copy.copy(self))
         view._role = name
-        view._worker_class = roles[name].cls
+        view._worker_class = found
         return view
+
+    @abstractmethod
+    def restart(self) -> None:
+        """End the workers and start them anew in the same places. What they held in memory is lost."""
 
     @abstractmethod
     def shutdown(self) -> None:
         """End the workers. Safe to call twice."""
 
     @abstractmethod
-    def _submit(self, rank: int, call: Call) -> Any:
-        """Start a call on one rank, return a handle for `_collect`."""
+    def _send(self, call: Call, ranks: Sequence[int], answering: Sequence[int]) -> list[Any]:
+        """Start a call on some ranks and return a handle for each. Nothing is sent if anything cannot be."""
 
     @abstractmethod
     def _collect(self, handles: Sequence[Any], ranks: Sequence[int], what: str, deadline: float) -> list[Any]:
         """All replies in order; raises the first failure to arrive, or `DeadlineError` at the deadline."""
 
-    def _call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        name = getattr(method, "__name__", repr(method))
-        if not callable(getattr(self._worker_class, name, None)):
-            raise ValueError(f"group {self.name!r}: {self._worker_class.__name__} has no method {name!r}")
-        return Call(self._role, name, args, kwargs)
-
-    def _start(self, calls: Sequence[tuple[int, Call]]) -> GroupFuture[list[Any]]:
+    def _start(
+        self,
+        call: Call,
+        gather: Gather,
+        ranks: Sequence[int] | None = None,
+        answering: Sequence[int] | None = None,
+    ) -> GroupFuture[Any]:
         deadline = time.monotonic() + self._timeout_s
-        ranks = [rank for rank, _ in calls]
-        handles = [self._submit(rank, call) for rank, call in calls]
-        what = f"{self._worker_class.__name__}.{calls[0][1].method}"
-        return GroupFuture(lambda: self._collect(handles, ranks, what, deadline))
+        ranks = range(self.world_size) if ranks is None else ranks
+        answering = self._mesh.answering_ranks() if answering is None else answering
+        handles = self._send(call, ranks, answering)
+        kept = [ranks.index(rank) for rank in answering]
 
+        def replies() -> list[Any]:
+            received = self._collect(handles, ranks, call.what, deadline)
+            return [received[index] for index in kept]
 
-def split_evenly(batch: Sequence[T], parts: int) -> list[Sequence[T]]:
-    """Contiguous shards whose sizes differ by at most one; some are empty when there are fewer items than parts."""
-    size, extra = divmod(len(batch), parts)
-    ends = [size * (i + 1) + min(i + 1, extra) for i in range(parts)]
-    return [batch[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        return GroupFuture([handles[index] for index in kept], replies, gather)
+
+    def _call(
+        self,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        own: Sequence[Any] | None = None,
+    ) -> Call:
+        name = getattr(method, "__name__", repr(method))
+        cls = self._worker_class
+        if not any(vars(base).get(name) is method for base in cls.__mro__):
+            owner = getattr(method, "__qualname__", repr(method))
+            raise CallError(f"group {self.name!r}: {owner} is not a method of {cls.__name__}")
+        leading = () if own is None else (None,)
+        try:
+            bound = _signature(method).bind(None, *leading, *args, **kwargs)
+        except TypeError as error:
+            raise CallError(f"group {self.name!r}: wrong arguments for {cls.__name__}.{name}: {error}") from None
+        return Call(f"{cls.__name__}.{name}", self._role, name, args, kwargs, bound.arguments, own)

@@ -1,29 +1,99 @@
-"""The in-process twin of a Ray group: one worker, called directly, so that a debugger steps right into it."""
+"""The in-process twin of a Ray group: workers called directly, one after another, so that a debugger steps into them.
+
+Workers that talk to each other need a process each: for them the twin has one rank. Calls have no deadline here, since
+whoever debugs takes the time it takes, and arguments are passed as they are, not as read-only copies.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from practicum.controller.group import W, WorkerGroup
-from practicum.controller.worker import Call, RayClassWithInitArgs, WorkerContext, WorkerHost
-from practicum.errors import WorkerDied
+from practicum.controller.future import GroupFuture
+from practicum.controller.group import Call, W, WorkerGroup
+from practicum.controller.host import CallHead, WorkerHost, free_port
+from practicum.controller.mesh import Mesh
+from practicum.controller.packed import RayClassWithInitArgs
+from practicum.controller.worker import WorkerContext
+from practicum.errors import WorkerDied, WorkerError
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    reply: Any = None
+    error: WorkerError | None = None
 
 
 class LocalWorkerGroup(WorkerGroup[W]):
-    def __init__(self, packed: RayClassWithInitArgs[W], *, name: str, timeout_s: float = 600.0) -> None:
-        super().__init__(name, packed, world_size=1, timeout_s=timeout_s)
-        self._host = WorkerHost()
-        seat = self._host.seat()
-        self._host.build(packed, WorkerContext(name, master_port=seat.free_port))
+    def __init__(
+        self,
+        packed: RayClassWithInitArgs[W],
+        *,
+        name: str | None = None,
+        world_size: int = 1,
+        meshes: Mapping[str, Mesh] | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        super().__init__(name or packed.cls.__name__, packed, world_size, timeout_s, meshes or {})
+        self._packed = packed
+        self._hosts: list[WorkerHost] = []
+        self._build()
+
+    def restart(self) -> None:
+        self.shutdown()
+        self._build()
 
     def shutdown(self) -> None:
-        self._host.close()
+        for host in reversed(self._hosts):
+            host.close()
+        self._hosts.clear()  # in place: views share the list
 
-    def _submit(self, rank: int, call: Call) -> Any:
-        if not self._host.is_open:
-            raise WorkerDied(f"group {self.name!r} has been shut down", group=self.name, ranks=[rank])
-        return self._host.call(call)
+    def _build(self) -> None:
+        port = free_port()
+        try:
+            for rank in range(self.world_size):
+                context = WorkerContext(
+                    self.name,
+                    rank=rank,
+                    world_size=self.world_size,
+                    local_rank=rank,
+                    local_world_size=self.world_size,
+                    master_port=port,
+                    meshes=self._meshes,
+                )
+                self._hosts.append(WorkerHost())
+                self._hosts[-1].build(self._packed, context)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _send(self, call: Call, ranks: Sequence[int], answering: Sequence[int]) -> list[Any]:
+        if not self._hosts:
+            raise WorkerDied(f"group {self.name!r} has been shut down", group=self.name, ranks=ranks)
+        try:
+            args = [_arrived(value) for value in call.args]
+            kwargs = {name: _arrived(value) for name, value in call.kwargs.items()}
+            own = None if call.own is None else [_arrived(value) for value in call.own]
+        except WorkerError as error:  # of the call that an argument comes from
+            return [_Outcome(error=error)] * len(ranks)
+        answers = set(answering)
+        outcomes = []
+        for rank in ranks:
+            head = CallHead(call.role, call.method, rank in answers)
+            leading = [] if own is None else [own[self._mesh.coordinates(rank).data]]
+            try:
+                outcomes.append(_Outcome(self._hosts[rank].call(head, [*leading, *args], kwargs)))
+            except WorkerError as error:
+                outcomes.append(_Outcome(error=error))
+        return outcomes
 
     def _collect(self, handles: Sequence[Any], ranks: Sequence[int], what: str, deadline: float) -> list[Any]:
-        return list(handles)
+        for outcome in handles:
+            if outcome.error is not None:
+                raise outcome.error
+        return [outcome.reply for outcome in handles]
+
+
+def _arrived(value: Any) -> Any:
+    return value.result() if isinstance(value, GroupFuture) else value

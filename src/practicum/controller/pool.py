@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from practicum.errors import ResourceError
+from practicum.controller.nodes import could_hold, describe_nodes, living_nodes
+from practicum.errors import CallError, ResourceError
+
+
+@dataclass(slots=True)
+class Ground:
+    """Places side by side on one node."""
+
+    group: PlacementGroup
+    size: int
+    is_held: bool = True
+
+    def release(self) -> None:
+        if self.is_held:
+            self.is_held = False
+            remove_placement_group(self.group)
+
+
+@dataclass(slots=True)
+class Place:
+    """Room for a process of each group that shares the pool. `tenants` are the names of those that do."""
+
+    ground: Ground
+    bundle: int
+    tenants: list[str] = field(default_factory=list)
 
 
 class RayResourcePool:
-    """Reserves `process_on_nodes[i]` processes on the i-th node, each with one CPU and, if asked, one accelerator.
+    """Reserves `process_on_nodes[i]` processes on one node, for each i, with a CPU and, if asked, a GPU per process.
 
-    Up to `max_colocate_count` groups can share the pool in separate processes; each process gets that fraction.
+    The processes of one entry share a node; two entries may share one that is large enough. Up to
+    `max_colocate_count` groups can use the pool at a time, in separate processes; each process gets that fraction.
+    `resources_per_process` adds other resources of Ray's, or asks for another number of CPUs. The ground is held until
+    `release` or the end of the `with` block; a `detached` pool even outlives its driver.
+
+    Ranks follow the addresses of the nodes, so that they stay put when a group or a driver starts again.
     """
 
     def __init__(
@@ -24,34 +55,99 @@ class RayResourcePool:
         process_on_nodes: Sequence[int],
         *,
         use_gpu: bool = False,
+        accelerator_type: str | None = None,
+        resources_per_process: Mapping[str, float] | None = None,
         max_colocate_count: int = 1,
+        detached: bool = False,
         timeout_s: float = 60.0,
     ) -> None:
         if not process_on_nodes or min(process_on_nodes) < 1 or max_colocate_count < 1:
-            raise ValueError(f"process_on_nodes={list(process_on_nodes)} and max_colocate_count must be positive")
-        self.process_on_nodes = list(process_on_nodes)
+            raise CallError(f"process_on_nodes={list(process_on_nodes)} and {max_colocate_count=} must be positive")
+        if accelerator_type is not None and not use_gpu:
+            raise CallError(f"accelerator_type={accelerator_type!r} needs use_gpu=True")
         self.use_gpu = use_gpu
-        self.share = 1.0 / max_colocate_count
-        self._bundle = {"CPU": 1.0, "GPU": 1.0} if use_gpu else {"CPU": 1.0}
-        self._groups = self._reserve(timeout_s)
+        self.max_colocate_count = max_colocate_count
+        self.detached = detached
+        self.bundle = bundle_of(use_gpu, accelerator_type, resources_per_process)
+        grounds = _reserve(process_on_nodes, self.bundle, detached, timeout_s)
+        self.places = [Place(ground, index) for ground in grounds for index in range(ground.size)]
+        self._is_owner = True
 
     @property
     def world_size(self) -> int:
-        return sum(self.process_on_nodes)
+        return len(self.places)
 
     @property
-    def places(self) -> list[tuple[PlacementGroup, int, int]]:
-        """Placement group, bundle in it, and node rank of each process, in rank order."""
-        return [
-            (group, bundle, node)
-            for node, group in enumerate(self._groups)
-            for bundle in range(self.process_on_nodes[node])
-        ]
+    def process_on_nodes(self) -> list[int]:
+        return [len(list(places)) for _, places in itertools.groupby(self.places, key=lambda place: id(place.ground))]
+
+    def sub_pool(self, ranks: Sequence[int]) -> RayResourcePool:
+        """Some places of this pool, as a pool. The ground stays with the pool that reserved it."""
+        if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(self.world_size)):
+            raise CallError(f"ranks {list(ranks)} are not distinct ranks of a pool of {self.world_size}")
+        return self._view([self.places[rank] for rank in ranks])
+
+    def split(self, sizes: Sequence[int]) -> list[RayResourcePool]:
+        """Sub-pools of the given sizes, in the order of the ranks. All places are given out."""
+        if sum(sizes) != self.world_size or min(sizes, default=0) < 1:
+            raise CallError(f"a pool of {self.world_size} processes cannot be split into {list(sizes)}")
+        ends = list(itertools.accumulate(sizes))
+        return [self.sub_pool(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+
+    def merge(self, *others: RayResourcePool) -> RayResourcePool:
+        """This pool and others as one, their ranks one after another. Each keeps its own ground."""
+        for other in others:
+            if (other.bundle, other.max_colocate_count) != (self.bundle, self.max_colocate_count):
+                raise CallError(
+                    f"pools that differ cannot be merged: {self.bundle} shared by up to {self.max_colocate_count}, "
+                    f"and {other.bundle} shared by up to {other.max_colocate_count}"
+                )
+        places = [place for pool in (self, *others) for place in pool.places]
+        if len({id(place) for place in places}) < len(places):
+            raise CallError("pools that overlap cannot be merged")
+        return self._view(places)
 
     def release(self) -> None:
-        for group in self._groups:
-            remove_placement_group(group)
-        self._groups = []
+        """Give the ground back; workers still on it end. Does nothing for sub-pools and merged pools: they only look
+        at ground that other pools hold."""
+        if self._is_owner:
+            for ground in self._grounds():
+                ground.release()
+
+    def share(self, resource: str) -> float:
+        """How much of a resource one process gets."""
+        # Ray counts in ten-thousandths; rounded up, the shares of a GPU could exceed it.
+        return math.floor(10_000 * self.bundle[resource] / self.max_colocate_count) / 10_000
+
+    def claim(self, tenant: str, resources: Mapping[str, float]) -> None:
+        """Enter a group into all places, if there is room for it and what else it asks for."""
+        for name, amount in resources.items():
+            if amount > self.bundle.get(name, 0.0):
+                raise ResourceError(
+                    f"group {tenant!r} asks for {amount:g} {name} per process, the pool has "
+                    f"{self.bundle.get(name, 0.0):g}: add it to resources_per_process"
+                )
+        for rank, place in enumerate(self.places):
+            if len(place.tenants) >= self.max_colocate_count:
+                raise ResourceError(
+                    f"no room for group {tenant!r}: place {rank} of the pool is taken by "
+                    f"{', '.join(map(repr, place.tenants))}, and max_colocate_count={self.max_colocate_count}"
+                )
+        for place in self.places:
+            place.tenants.append(tenant)
+
+    def vacate(self, tenant: str) -> None:
+        for place in self.places:
+            place.tenants.remove(tenant)
+
+    def wait_until_whole(self, deadline: float) -> None:
+        """Wait until all of the ground is there: Ray moves what was on a lost node to another that has room."""
+        for ground in self._grounds():
+            if not ground.is_held:
+                raise ResourceError("the pool has been released: its ground is gone")
+            if not ground.group.wait(max(0.0, deadline - time.monotonic())):
+                asked = _asked_and_there(self.process_on_nodes, self.bundle)
+                raise ResourceError(f"part of the pool was lost with its node, and no other has room for it: {asked}")
 
     def __enter__(self) -> Self:
         return self
@@ -59,64 +155,70 @@ class RayResourcePool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.release()
 
-    def _reserve(self, timeout_s: float) -> list[PlacementGroup]:
-        self._refuse_the_impossible()
-        deadline = time.monotonic() + timeout_s
-        groups = [placement_group([self._bundle] * count, strategy="STRICT_PACK") for count in self.process_on_nodes]
-        _, late = ray.wait(
-            [group.ready() for group in groups], num_returns=len(groups), timeout=max(0.0, deadline - time.monotonic())
+    def _view(self, places: list[Place]) -> RayResourcePool:
+        view = RayResourcePool.__new__(RayResourcePool)
+        view.use_gpu, view.max_colocate_count, view.detached = self.use_gpu, self.max_colocate_count, self.detached
+        view.bundle = self.bundle
+        view.places = places
+        view._is_owner = False
+        return view
+
+    def _grounds(self) -> Iterator[Ground]:
+        return iter({id(place.ground): place.ground for place in self.places}.values())
+
+
+def bundle_of(
+    use_gpu: bool, accelerator_type: str | None = None, more: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """The resources of one process, as Ray names them."""
+    bundle = {"CPU": 1.0, **({"GPU": 1.0} if use_gpu else {}), **(more or {})}
+    if accelerator_type is not None:
+        bundle[f"accelerator_type:{accelerator_type}"] = 0.001  # Ray's way to say: on a node that has this kind
+    return bundle
+
+
+def _reserve(counts: Sequence[int], bundle: dict[str, float], detached: bool, timeout_s: float) -> list[Ground]:
+    if not could_hold(counts, bundle):
+        raise ResourceError(
+            f"more asked for than the Ray cluster can hold: {_asked_and_there(counts, bundle)}. "
+            "Lower the number of workers or add machines."
         )
-        if late:
-            for group in groups:
-                remove_placement_group(group)
-            raise ResourceError(
-                f"the Ray cluster did not free what was asked for within {timeout_s:g} s: {self._asked()}; "
-                f"{_nodes('available')}. Another job may hold it."
-            )
-        return _sorted_by_node(groups, self.process_on_nodes)
-
-    def _refuse_the_impossible(self) -> None:
-        """Fail at once when no node could ever hold what is asked of it, instead of waiting for the deadline."""
-        free = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
-        for count in sorted(self.process_on_nodes, reverse=True):
-            need = {name: amount * count for name, amount in self._bundle.items()}
-            fitting = [node for node in free if all(node.get(name, 0) >= amount for name, amount in need.items())]
-            if not fitting:
+    deadline = time.monotonic() + timeout_s
+    grounds: list[Ground] = []
+    try:
+        for count in counts:
+            lifetime = "detached" if detached else None
+            group = placement_group([bundle] * count, strategy="STRICT_PACK", lifetime=lifetime)
+            grounds.append(Ground(group, count))
+        for ground in grounds:
+            if not ground.group.wait(max(0.0, deadline - time.monotonic())):
                 raise ResourceError(
-                    f"more processes asked for than the Ray cluster can hold: {self._asked()}; {_nodes('in all')}. "
-                    "Lower the number of workers or add machines."
+                    f"the Ray cluster did not free what was asked for within {timeout_s:g} s: "
+                    f"{_asked_and_there(counts, bundle)}. Another job may hold it."
                 )
-            for name, amount in need.items():
-                fitting[0][name] -= amount
-
-    def _asked(self) -> str:
-        each = " and ".join(f"{amount:g} {name}" for name, amount in self._bundle.items())
-        wanted = " + ".join(map(str, self.process_on_nodes))
-        return f"asked for {wanted} process{'es' if self.world_size > 1 else ''} with {each} each"
+        return _in_node_order(grounds)
+    except BaseException:
+        for ground in grounds:
+            ground.release()
+        raise
 
 
-def _nodes(what: str) -> str:
-    available = ray._private.state.available_resources_per_node() if what == "available" else {}
-    rows = []
-    for node in ray.nodes():
-        if node["Alive"]:
-            amounts: dict[str, Any] = available.get(node["NodeID"], {}) if available else node["Resources"]
-            rows.append(
-                f"{node['NodeManagerAddress']} has {amounts.get('CPU', 0):g} CPU, {amounts.get('GPU', 0):g} GPU"
-            )
-    return f"{what}: {'; '.join(rows)}"
+def _in_node_order(grounds: list[Ground]) -> list[Ground]:
+    """Each in its slot, but those of one size in the order of their nodes."""
+    position = {node.id: index for index, node in enumerate(living_nodes())}
+
+    def node_of(ground: Ground) -> int:
+        return position[placement_group_table(ground.group)["bundles_to_node_id"][0]]
+
+    of_size = {
+        size: iter(sorted((g for g in grounds if g.size == size), key=node_of)) for size in {g.size for g in grounds}
+    }
+    return [next(of_size[ground.size]) for ground in grounds]
 
 
-def _sorted_by_node(groups: list[PlacementGroup], counts: Sequence[int]) -> list[PlacementGroup]:
-    """Equal-sized groups in the order of their nodes' addresses, so that ranks stay put across restarts."""
-    address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-
-    def node_of(group: PlacementGroup) -> str:
-        return str(address[placement_group_table(group)["bundles_to_node_id"][0]])
-
-    ordered = list(groups)
-    for count in set(counts):
-        slots = [i for i, c in enumerate(counts) if c == count]
-        for slot, group in zip(slots, sorted((groups[i] for i in slots), key=node_of), strict=True):
-            ordered[slot] = group
-    return ordered
+def _asked_and_there(counts: Sequence[int], bundle: Mapping[str, float]) -> str:
+    each = " and ".join(f"{amount:g} {name}" for name, amount in bundle.items() if not name.startswith("accelerator"))
+    kind = "".join(f" of type {name.partition(':')[2]}" for name in bundle if name.startswith("accelerator_type:"))
+    wanted = f"{' + '.join(map(str, counts))} process{'es' if sum(counts) > 1 else ''}"
+    resources = [name for name in bundle if not name.startswith("accelerator")]
+    return f"asked for {wanted} with {each}{kind} each; {describe_nodes(resources)}"

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Sequence
+import functools
+import pickle
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from practicum.controller.group import W, WorkerGroup
+from practicum.controller import register
+from practicum.controller.crew import Crew
+from practicum.controller.future import GroupFuture
+from practicum.controller.group import Call, W, WorkerGroup
+from practicum.controller.host import CallHead
+from practicum.controller.mesh import Mesh
+from practicum.controller.packed import RayClassWithInitArgs, known_as
 from practicum.controller.pool import RayResourcePool
-from practicum.controller.worker import Call, RayClassWithInitArgs, Seat, WorkerContext, WorkerHost
-from practicum.errors import DeadlineError, WorkerDied, WorkerError
+from practicum.controller.wire import INLINE_BYTES, Payload, Slot, num_bytes, pack_arguments
+from practicum.errors import CallError, ResourceError, WorkerDied
 
 
 class RayWorkerGroup(WorkerGroup[W]):
-    """Starts one worker per process of the pool: seats first (address, pid, port), then the workers in their places."""
+    """One worker per place of the pool. A `detached` group outlives its driver; others find it by name (`attach`)."""
 
     def __init__(
         self,
@@ -26,105 +30,113 @@ class RayWorkerGroup(WorkerGroup[W]):
         packed: RayClassWithInitArgs[W],
         *,
         name: str | None = None,
+        meshes: Mapping[str, Mesh] | None = None,
         use_gpu: bool | None = None,
+        detached: bool = False,
         start_timeout_s: float = 120.0,
         timeout_s: float = 600.0,
     ) -> None:
-        super().__init__(name or packed.cls.__name__, packed, pool.world_size, timeout_s)
         use_gpu = pool.use_gpu if use_gpu is None else use_gpu
-        deadline = time.monotonic() + start_timeout_s
-        self._hosts: list[Any] = []
-        self._seats: list[Seat | None] = [None] * pool.world_size
-        try:
-            self._start_hosts(pool, use_gpu)
-            self._seats = self._gather([host.seat.remote() for host in self._hosts], "start of the process", deadline)
-            contexts = self._contexts(pool)
-            packed_ref = ray.put(packed)
-            building = [host.build.remote(packed_ref, c) for host, c in zip(self._hosts, contexts, strict=True)]
-            self._gather(building, f"{packed.cls.__name__}.__init__", deadline)
-        except BaseException:
-            self.shutdown()
-            raise
+        crew = Crew(name or packed.cls.__name__, packed, pool, use_gpu, meshes or {}, detached, start_timeout_s)
+        self._take_over(crew, timeout_s)
+        if use_gpu and not pool.use_gpu:
+            raise ResourceError(
+                f"group {self.name!r} asks for GPUs, but its pool has no GPUs: open it with use_gpu=True"
+            )
+        if detached and not pool.detached:
+            raise CallError(f"detached group {self.name!r} needs a detached pool, or its place ends with the driver")
+        if detached and register.is_taken(self.name):
+            raise ResourceError(f"a detached group {self.name!r} runs already: attach to it, or shut it down first")
+        self._start_crew()
+
+    @classmethod
+    def attach(cls, name: str, worker_class: type[W], *, timeout_s: float = 600.0) -> RayWorkerGroup[W]:
+        """A detached group that another driver started. Its pool is `group.pool`."""
+        crew = register.find(name)
+        found = known_as(crew.packed.cls, worker_class)
+        if found is None:
+            raise CallError(f"group {name!r} is of class {crew.packed.cls.__name__}, not {worker_class.__name__}")
+        group: RayWorkerGroup[W] = cls.__new__(cls)
+        group._take_over(crew, timeout_s)
+        group._worker_class = found
+        return group
+
+    @property
+    def pool(self) -> RayResourcePool:
+        return self._crew.pool
+
+    def stacks(self) -> dict[int, str]:
+        """What each rank is doing now: its Python stack, also while it is busy with a call."""
+        return self._crew.stacks()
+
+    def restart(self) -> None:
+        """Also brings a group back that lost processes, or nodes as long as others have room."""
+        self.shutdown()
+        self._start_crew()
 
     def shutdown(self) -> None:
-        for host in self._hosts:
-            ray.kill(host)
-        self._hosts.clear()  # in place: role views share the list
+        self._crew.end()
+        if self._crew.detached:
+            register.strike_out(self._crew)
 
-    def _start_hosts(self, pool: RayResourcePool, use_gpu: bool) -> None:
-        actor = ray.remote(WorkerHost)
-        for group, bundle, _ in pool.places:
-            options = actor.options(
-                num_cpus=pool.share,
-                num_gpus=pool.share if use_gpu else 0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-            )
-            self._hosts.append(options.remote(sys.path))
+    def _take_over(self, crew: Crew, timeout_s: float) -> None:
+        super().__init__(crew.name, crew.packed, crew.pool.world_size, timeout_s, crew.meshes)
+        self._crew = crew
 
-    def _contexts(self, pool: RayResourcePool) -> list[WorkerContext]:
-        first = self._seats[0]
-        assert first is not None
-        nodes = [node for _, _, node in pool.places]
-        return [
-            WorkerContext(
-                group=self.name,
-                rank=rank,
-                world_size=self.world_size,
-                local_rank=rank - nodes.index(node),
-                node_rank=node,
-                master_address=first.address,
-                master_port=first.free_port,
-            )
-            for rank, node in enumerate(nodes)
-        ]
+    def _start_crew(self) -> None:
+        self._crew.start()
+        if self._crew.detached:
+            register.enter(self._crew)
 
-    def _submit(self, rank: int, call: Call) -> Any:
-        if not self._hosts:
-            raise WorkerDied(f"group {self.name!r} has been shut down", group=self.name, ranks=[rank])
-        bare = Call(call.role, call.method, (), call.kwargs)
-        return self._hosts[rank].call.remote(bare, *call.args)
+    def _send(self, call: Call, ranks: Sequence[int], answering: Sequence[int]) -> list[Any]:
+        hosts = self._crew.hosts
+        if not hosts:
+            raise WorkerDied(f"group {self.name!r} has been shut down", group=self.name, ranks=ranks)
+        refs: list[Any] = []  # replies of other calls, for the slots among the arguments
+        args = [_in_slot(value, refs) for value in call.args]
+        kwargs = {name: _in_slot(value, refs) for name, value in call.kwargs.items()}
+        shared = _parcel(pack_arguments((args, kwargs), call.what, call.by_name), len(ranks)) if args or kwargs else b""
+        own = [self._own_argument(call, value, refs) for value in call.own or ()]
+        answers = set(answering)
+        handles = []
+        for rank in ranks:
+            head = _head(call.role, call.method, rank in answers)
+            if own:
+                arguments = (head, shared, *own[self._mesh.coordinates(rank).data])
+            elif refs:
+                arguments = (head, shared, b"", *refs)
+            else:
+                arguments = (head, shared) if shared else (head,)
+            handles.append(hosts[rank].call_packed.remote(*arguments))
+        return handles
 
-    def _gather(self, refs: Sequence[Any], what: str, deadline: float) -> list[Any]:
-        return self._collect(refs, range(len(refs)), what, deadline)
+    def _own_argument(self, call: Call, value: Any, refs: Sequence[Any]) -> list[Any]:
+        """The argument of one shard, followed by the replies that come along for it."""
+        refs = list(refs)
+        name = list(call.by_name)[1]  # the parameter after self
+        payload = pack_arguments(_in_slot(value, refs), call.what, {name: value})
+        return [_parcel(payload, self.world_size // self._mesh.data), *refs]
 
     def _collect(self, handles: Sequence[Any], ranks: Sequence[int], what: str, deadline: float) -> list[Any]:
-        rank_of = dict(zip(handles, ranks, strict=True))
-        replies: dict[Any, Any] = {}
-        pending = list(handles)
-        while pending:
-            # One at a time: a failure on any rank is raised as soon as it is known, whoever else is still busy.
-            ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                late = sorted(rank_of[ref] for ref in pending)
-                raise DeadlineError(
-                    f"group {self.name!r}: {what} passed its deadline; no answer from "
-                    f"{', '.join(map(self._whereabouts, late))}",
-                    group=self.name,
-                    ranks=late,
-                )
-            for ref in ready:
-                replies[ref] = self._reply(ref, rank_of[ref], what)
-        return [replies[ref] for ref in handles]
+        return self._crew.collect(handles, ranks, what, deadline)
 
-    def _reply(self, ref: Any, rank: int, what: str) -> Any:
-        try:
-            return ray.get(ref)
-        except RayActorError:
-            raise WorkerDied(
-                f"group {self.name!r}: {self._whereabouts(rank)} died during {what}: its process was killed, "
-                "ran out of memory or crashed.",
-                group=self.name,
-                ranks=[rank],
-            ) from None
-        except RayTaskError as error:
-            if isinstance(error.cause, WorkerError):
-                raise error.cause from None
-            raise WorkerError(
-                f"group {self.name!r}: {self._whereabouts(rank)} could not run {what}: {error}",
-                group=self.name,
-                ranks=[rank],
-            ) from None
 
-    def _whereabouts(self, rank: int) -> str:
-        seat = self._seats[rank]
-        return f"rank {rank}" + (f" (node {seat.address}, pid {seat.pid})" if seat else "")
+def _in_slot(value: Any, refs: list[Any]) -> Any:
+    """A future of a Ray group becomes a slot for its replies, which are added to `refs`; all else stays as it is."""
+    if not isinstance(value, GroupFuture):
+        return value
+    if not all(isinstance(handle, ray.ObjectRef) for handle in value.handles):
+        return value.result()
+    first = len(refs)
+    refs.extend(value.handles)
+    return Slot(first, len(refs), value.gather)
+
+
+def _parcel(payload: Payload, num_receivers: int) -> Any:
+    """A large payload for several goes into the object store once; Ray hands each the same copy."""
+    return ray.put(payload) if num_receivers > 1 and num_bytes(payload) > INLINE_BYTES else payload
+
+
+@functools.lru_cache(maxsize=1024)
+def _head(role: str | None, method: str, wants_reply: bool) -> bytes:
+    return pickle.dumps(CallHead(role, method, wants_reply))

@@ -1,0 +1,70 @@
+"""Replies that may still be under way, and ways to hand them on before they are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+from practicum.controller.batch import join_batches
+
+Out = TypeVar("Out")
+Gather = Callable[[list[Any]], Any]
+
+
+class GroupFuture(Generic[Out]):
+    """What an `_async` call returns. The deadline counts from the call, not from `result`.
+
+    It can be an argument of a call to any group: the replies then go from worker to worker. As the batch of `scatter`
+    or the list of `map` it is passed as it is; elsewhere `future.forward()` keeps the type checker content.
+    """
+
+    def __init__(self, handles: Sequence[Any], replies: Callable[[], list[Any]], gather: Gather) -> None:
+        self.handles = handles
+        """One per reply: a Ray reference, or None for a reply that is in this process."""
+        self.gather = gather
+        self._replies = replies
+
+    def result(self) -> Out:
+        """Wait for all replies. Raises the first failure, or `DeadlineError`."""
+        return cast(Out, self.gather(self._replies()))
+
+    def forward(self) -> Out:
+        """The future itself, typed as its result, to stand for it among the arguments of another call."""
+        return cast(Out, self)
+
+    def shares(self, parts: int, split: Callable[[Any, int], Sequence[Any]]) -> list[GroupFuture[Any]]:
+        """Futures for the shares of a batch that is not there yet.
+
+        A batch that was gathered by joining as many replies is handed on reply by reply; any other is put together
+        and cut where it arrives.
+        """
+        if self.gather is join_batches and len(self.handles) == parts:
+            return self.each()
+        return [
+            GroupFuture(self.handles, self._replies, GatherAndCut(self.gather, split, part, parts))
+            for part in range(parts)
+        ]
+
+    def each(self) -> list[GroupFuture[Any]]:
+        """A future for each reply."""
+        return [
+            GroupFuture([handle], lambda index=index: self._replies()[index : index + 1], only)  # type: ignore[misc]
+            for index, handle in enumerate(self.handles)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class GatherAndCut:
+    gather: Gather
+    split: Callable[[Any, int], Sequence[Any]]
+    part: int
+    parts: int
+
+    def __call__(self, replies: list[Any]) -> Any:
+        return self.split(self.gather(replies), self.parts)[self.part]
+
+
+def only(replies: list[Any]) -> Any:
+    (reply,) = replies
+    return reply

@@ -1,0 +1,155 @@
+"""The process side of a group: builds the worker in its place, then serves calls.
+
+A failure leaves it as a `WorkerError` that says who failed and where. `RayHost` is the same as a Ray actor, for which
+class and arguments come packed.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from practicum.controller.packed import FusedWorker, RayClassWithInitArgs
+from practicum.controller.stacks import StackAddress, serve_stacks
+from practicum.controller.wire import Payload, fill_slots, unpack
+from practicum.controller.worker import Worker, WorkerContext
+from practicum.errors import WorkerError
+
+# A small error comes along with the answer and is noticed at once; a large one would have to be fetched first.
+_LONGEST_TEXT = 20_000
+_LARGEST_CAUSE = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class CallHead:
+    """What a call is, without its arguments; `role` names the part of a fused worker it is for."""
+
+    role: str | None
+    method: str
+    wants_reply: bool = True
+
+
+class WorkerHost:
+    def __init__(self) -> None:
+        self._context = WorkerContext(group="?")
+        self._worker: Worker | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._worker is not None
+
+    def build(self, packed: RayClassWithInitArgs[Any], context: WorkerContext) -> None:
+        self._context = context
+        try:
+            self._worker = packed.build(context)
+        except Exception as error:
+            raise self._failure(error, f"{packed.cls.__name__}.__init__") from error
+
+    def call(self, head: CallHead, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        assert self._worker is not None, "call before build"
+        target: Any = self._worker
+        if head.role is not None:
+            assert isinstance(self._worker, FusedWorker)
+            target = self._worker.roles[head.role]
+        try:
+            reply = getattr(target, head.method)(*args, **kwargs)
+        except Exception as error:
+            raise self._failure(error, f"{type(target).__name__}.{head.method}") from error
+        return reply if head.wants_reply else None
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def _failure(self, error: Exception, what: str) -> WorkerError:
+        context, node, pid = self._context, host_address(), os.getpid()
+        return WorkerError(
+            f"group {context.group!r}, rank {context.rank} of {context.world_size} (node {node}, pid {pid}): "
+            f"{what} raised {type(error).__name__}: {str(error)[:_LONGEST_TEXT]}",
+            group=context.group,
+            ranks=[context.rank],
+            node=node,
+            pid=pid,
+            remote_traceback=traceback.format_exc()[-_LONGEST_TEXT:],
+            cause=error if _can_travel(error) else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a worker process came up."""
+
+    node_id: str
+    address: str
+    pid: int
+    free_port: int
+    stack: StackAddress
+
+    def __str__(self) -> str:
+        return f"node {self.address}, pid {self.pid}"
+
+
+class RayHost(WorkerHost):
+    def __init__(self, import_paths: Sequence[str]) -> None:
+        """`import_paths` are the driver's: a worker class defined beside its script can be imported here too."""
+        super().__init__()
+        sys.path.extend(path for path in import_paths if path not in sys.path)
+        self._heads: dict[bytes, CallHead] = {}
+
+    def seat(self) -> Seat:
+        import ray
+
+        address = host_address()
+        node_id = ray.get_runtime_context().get_node_id()
+        return Seat(node_id, address, os.getpid(), free_port(), serve_stacks(address))
+
+    def build_packed(self, packed: Payload, context: WorkerContext) -> None:
+        os.environ.update(context.environment())
+        self.build(unpack(packed), context)
+
+    def call_packed(self, head: bytes, shared: Payload = b"", own: Payload = b"", *replies: Any) -> Any:
+        """`shared` are the arguments all ranks get, `own` is the first one where each rank has its own; `replies` of
+        other workers fill the slots among them."""
+        parsed = self._heads.get(head)
+        if parsed is None:
+            parsed = self._heads[head] = pickle.loads(head)
+        args: list[Any] = [unpack(own)] if own else []
+        kwargs: Mapping[str, Any] = {}
+        if shared:
+            more, kwargs = unpack(shared)
+            args.extend(more)
+        if replies:
+            args, kwargs = fill_slots(args, kwargs, replies)
+        return self.call(parsed, args, kwargs)
+
+
+def _can_travel(error: Exception) -> bool:
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:  # whatever a foreign exception's pickling may raise: then only its text is carried over
+        return False
+    return len(pickled) < _LARGEST_CAUSE
+
+
+def host_address() -> str:
+    """This machine's address as other machines of the cluster see it, or loopback when it is on no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # a documentation address: nothing is sent, the kernel picks the interface
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

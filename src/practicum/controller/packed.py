@@ -1,0 +1,111 @@
+"""A worker class packed with all that is needed to start it somewhere else."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, ParamSpec, Self, TypeVar, cast
+
+from practicum.controller.worker import Worker, WorkerContext
+from practicum.errors import CallError
+
+W = TypeVar("W", bound=Worker)
+P = ParamSpec("P")
+
+# Ray's options that decide where, under which name and how often a worker starts: the pool and the group set them.
+_GROUP_SETS = frozenset({
+    "name", "namespace", "lifetime", "get_if_exists", "num_cpus", "num_gpus", "accelerator_type",
+    "scheduling_strategy", "placement_group", "placement_group_bundle_index",
+    "max_restarts", "max_task_retries", "max_concurrency", "concurrency_groups",
+})  # fmt: skip
+# Variables that tell a worker its place: the group and Ray set them.
+_PLACE_SETS = frozenset(WorkerContext("").environment()) | {"CUDA_VISIBLE_DEVICES"}
+
+
+class RayClassWithInitArgs(Generic[W]):
+    """A worker class packed with its arguments, to be built later in another process."""
+
+    def __init__(self, cls: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> None:
+        if not (isinstance(cls, type) and issubclass(cls, Worker)):
+            raise CallError(f"{cls!r} cannot be packed: only classes derived from Worker can")
+        self.cls = cast(type[W], cls)
+        self.args: tuple[Any, ...] = args
+        self.kwargs: Mapping[str, Any] = kwargs
+        self.env: Mapping[str, str] = {}
+        self.resources: Mapping[str, float] = {}
+        self.ray_options: Mapping[str, Any] = {}
+
+    def options(
+        self,
+        *,
+        env: Mapping[str, str] | None = None,
+        resources: Mapping[str, float] | None = None,
+        **ray_options: Any,
+    ) -> Self:
+        """The same with more of: environment variables, resources of its place, options of Ray's actors.
+
+        `env` is set before the process starts. `resources` must be among the pool's `resources_per_process`.
+        """
+        reserved = sorted(name for name in env or {} if name in _PLACE_SETS or name.startswith("RAY_"))
+        if reserved:
+            raise CallError(f"{self.cls.__name__}: environment variable {', '.join(reserved)} is set by the group")
+        taken = sorted(_GROUP_SETS & ray_options.keys())
+        if taken:
+            raise CallError(f"{self.cls.__name__}: option {', '.join(taken)} is set by the pool and the group")
+        packed = copy.copy(self)
+        packed.env = {**self.env, **(env or {})}
+        packed.resources = {**self.resources, **(resources or {})}
+        packed.ray_options = {**self.ray_options, **ray_options}
+        return packed
+
+    @property
+    def has_options(self) -> bool:
+        return bool(self.env or self.resources or self.ray_options)
+
+    def build(self, context: WorkerContext, siblings: Mapping[str, Worker] | None = None) -> W:
+        worker = self.cls.__new__(self.cls)
+        worker.context = context
+        worker.siblings = siblings or {}
+        worker.__init__(*self.args, **self.kwargs)  # type: ignore[misc]
+        return worker
+
+
+class FusedWorker(Worker):
+    """Several workers in one process per rank. Roles are built in order and reach each other through `siblings`."""
+
+    def __init__(self, **roles: RayClassWithInitArgs[Any]) -> None:
+        self.roles: dict[str, Worker] = {}
+        try:
+            for name, packed in roles.items():
+                # The mapping is shared, so that a role built early also sees the ones built after it.
+                self.roles[name] = packed.build(self.context, self.roles)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for worker in reversed(self.roles.values()):
+            worker.close()
+
+
+def roles_of(packed: RayClassWithInitArgs[Any]) -> Mapping[str, RayClassWithInitArgs[Any]]:
+    """The roles of a packed `FusedWorker`; none of any other."""
+    if not issubclass(packed.cls, FusedWorker):
+        return {}
+    for name, role in packed.kwargs.items():
+        if not isinstance(role, RayClassWithInitArgs):
+            raise CallError(f"role {name!r} of {packed.cls.__name__} is a {type(role).__name__}: pack it first")
+        if role.has_options:
+            raise CallError(f"role {name!r} shares its process with others: give the options to the fused class")
+    return packed.kwargs
+
+
+def known_as(actual: type[Worker], wanted: type[W]) -> type[W] | None:
+    """The class by whose methods workers of class `actual` are called as `wanted`; None if they are something else.
+
+    A class defined in a script is another object in each driver: there the name decides.
+    """
+    if issubclass(actual, wanted):
+        return actual
+    names = {(base.__module__, base.__qualname__) for base in actual.__mro__}
+    return wanted if (wanted.__module__, wanted.__qualname__) in names else None

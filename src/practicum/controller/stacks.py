@@ -1,0 +1,118 @@
+"""What is a busy process doing? A thread in each worker answers that over a socket of its own.
+
+Workers answer calls one after another, so a worker that hangs cannot be asked by a call. The thread needs nothing but
+the interpreter lock; a process that holds on to it, or is stopped, is reported as silent.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import FrameType
+
+_TOKEN_BYTES = 16
+_READERS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class StackAddress:
+    """Where to ask a process for its stack. The token keeps strangers on the network from asking."""
+
+    host: str
+    port: int
+    token: bytes
+
+
+def serve_stacks(host: str) -> StackAddress:
+    """Answer to whoever brings the token, until the process ends."""
+    server = socket.create_server((host, 0))
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    threading.Thread(target=_serve, args=(server, token), daemon=True, name="practicum-stacks").start()
+    return StackAddress(host, server.getsockname()[1], token)
+
+
+def _serve(server: socket.socket, token: bytes) -> None:
+    while True:
+        connection, _ = server.accept()
+        with connection:
+            try:
+                connection.settimeout(1.0)
+                asked = connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL)
+                if secrets.compare_digest(asked, token):
+                    connection.sendall(stack_of_this_process().encode())
+            except OSError:
+                continue  # the asker went away: nobody is left to tell
+
+
+def stack_of_this_process() -> str:
+    """The Python stack of the main thread, and of other threads but the one that asks."""
+    frames = sys._current_frames()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    others = [ident for ident in frames if ident not in (main, threading.get_ident())]
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{_format(frames[ident])}"
+        for ident in [main, *others]
+        if ident is not None and ident in frames
+    )
+
+
+def _format(frame: FrameType) -> str:
+    return "".join(traceback.format_stack(frame)).rstrip()
+
+
+def read_stacks(addresses: Mapping[int, StackAddress], timeout_s: float = 1.0) -> dict[int, str]:
+    """The stack of each rank, asked for all together; a rank that does not answer in time gets a sentence instead."""
+    if not addresses:
+        return {}
+    deadline = time.monotonic() + timeout_s
+    with ThreadPoolExecutor(min(_READERS, len(addresses))) as pool:
+        texts = pool.map(lambda address: _read_stack(address, deadline), addresses.values())
+        return dict(zip(addresses, texts, strict=True))
+
+
+def _read_stack(address: StackAddress, deadline: float) -> str:
+    try:
+        left_s = max(0.01, deadline - time.monotonic())
+        with socket.create_connection((address.host, address.port), timeout=left_s) as connection:
+            connection.sendall(address.token)
+            chunks = []
+            while True:
+                connection.settimeout(max(0.01, deadline - time.monotonic()))
+                chunk = connection.recv(65536)
+                if not chunk:
+                    break
+                chunks.append(chunk)
+        return b"".join(chunks).decode(errors="replace") or "(no stack: the process did not answer)"
+    except TimeoutError:
+        return "(no stack: the process is silent; it is stopped, or in native code that holds the interpreter lock)"
+    except OSError as error:
+        return f"(no stack: the process cannot be reached: {error})"
+
+
+def fold_stacks(stacks: Mapping[int, str]) -> str:
+    """Stacks to print, ranks with the same one told together."""
+    ranks_with: dict[str, list[int]] = defaultdict(list)
+    for rank, text in stacks.items():
+        ranks_with[text].append(rank)
+    return "\n".join(f"--- {name_ranks(ranks)}\n{text}" for text, ranks in ranks_with.items())
+
+
+def name_ranks(ranks: Collection[int]) -> str:
+    """`rank 3`, or `ranks 0-2, 5`."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

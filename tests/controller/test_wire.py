@@ -38,7 +38,7 @@ def test_small_things_come_back_as_they_were(value: Any) -> None:
 def test_the_argument_that_cannot_travel_is_named() -> None:
     arguments = {"good": 1, "bad": threading.Lock()}
     with pytest.raises(CallError, match=r"argument 'bad' of Some.method cannot be sent .*TypeError: cannot pickle"):
-        pack_arguments(list(arguments.values()), "Some.method", arguments)
+        pack_arguments(list(arguments.values()), "Some.method", lambda: arguments)
 
 
 def test_slots_are_filled_with_the_replies_they_stand_for() -> None:

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from practicum.controller.host import RayHost, Seat
+from practicum.controller.host import Seat, host_class
 from practicum.controller.mesh import Mesh
 from practicum.controller.packed import RayClassWithInitArgs
 from practicum.controller.pool import Place, RayResourcePool
@@ -98,7 +98,7 @@ class Crew:
         """Start the processes. False if a node turns out to be gone: Ray, which takes seconds to notice, then looks
         for another."""
         self.pool.wait_until_whole(deadline)
-        actor = ray.remote(RayHost)
+        actor = ray.remote(host_class(self.packed))
         self.hosts = [self._host(actor, rank, place) for rank, place in enumerate(self.pool.places)]
         try:
             seats = [host.seat.remote() for host in self.hosts]
@@ -109,8 +109,7 @@ class Crew:
 
     def _pack(self) -> Payload:
         packed = self.packed
-        by_name = {**{f"#{i}": value for i, value in enumerate(packed.args)}, **packed.kwargs}
-        return pack_arguments(packed, f"{packed.cls.__name__}.__init__", by_name)
+        return pack_arguments(packed, f"{packed.cls.__name__}.__init__", packed.by_name)
 
     def _host(self, actor: Any, rank: int, place: Place) -> Any:
         packed, pool = self.packed, self.pool

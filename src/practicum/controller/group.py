@@ -39,8 +39,6 @@ S = TypeVar("S")
 R = TypeVar("R")
 Out = TypeVar("Out")
 
-_signature = functools.lru_cache(maxsize=1024)(inspect.signature)
-
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -48,11 +46,16 @@ class Call:
 
     what: str  # class and method, for messages
     role: str | None
-    method: str
+    method: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    by_name: Mapping[str, Any]  # the same arguments under the names of the method's parameters
     own: Sequence[Any] | None = None  # the first argument where each shard has its own
+
+    def by_name(self, own: Any = None) -> dict[str, Any]:
+        """The arguments under the names of the method's parameters, for messages."""
+        leading = () if self.own is None else (own,)
+        bound = inspect.signature(self.method).bind(None, *leading, *self.args, **self.kwargs).arguments
+        return dict(list(bound.items())[1:])  # without self
 
 
 class WorkerGroup(ABC, Generic[W]):
@@ -216,14 +219,22 @@ class WorkerGroup(ABC, Generic[W]):
         kwargs: Mapping[str, Any],
         own: Sequence[Any] | None = None,
     ) -> Call:
-        name = getattr(method, "__name__", repr(method))
         cls = self._worker_class
-        if not any(vars(base).get(name) is method for base in cls.__mro__):
-            owner = getattr(method, "__qualname__", repr(method))
-            raise CallError(f"group {self.name!r}: {owner} is not a method of {cls.__name__}")
-        leading = () if own is None else (None,)
+        num_positional = len(args) + (own is not None)
         try:
-            bound = _signature(method).bind(None, *leading, *args, **kwargs)
+            _check_call(cls, method, num_positional, tuple(kwargs))  # type: ignore[arg-type]  # functions can be hashed
         except TypeError as error:
-            raise CallError(f"group {self.name!r}: wrong arguments for {cls.__name__}.{name}: {error}") from None
-        return Call(f"{cls.__name__}.{name}", self._role, name, args, kwargs, bound.arguments, own)
+            raise CallError(f"group {self.name!r}: {error}") from None
+        return Call(f"{cls.__name__}.{method.__name__}", self._role, method, args, kwargs, own)
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_call(cls: type[Worker], method: Callable[..., Any], num_positional: int, names: tuple[str, ...]) -> None:
+    """Whether a method can be called on workers of a class with so many arguments: what they are does not matter."""
+    name = getattr(method, "__name__", "")
+    if not any(vars(base).get(name) is method for base in cls.__mro__):
+        raise TypeError(f"{getattr(method, '__qualname__', repr(method))} is not a method of {cls.__name__}")
+    try:
+        inspect.signature(method).bind(None, *[None] * num_positional, **dict.fromkeys(names))
+    except TypeError as error:
+        raise TypeError(f"wrong arguments for {cls.__name__}.{name}: {error}") from None

@@ -1,7 +1,7 @@
 """The process side of a group: builds the worker in its place, then serves calls.
 
-A failure leaves it as a `WorkerError` that says who failed and where. `RayHost` is the same as a Ray actor, for which
-class and arguments come packed.
+A failure leaves it as a `WorkerError` that says who failed and where. `RayHost` is the same as a Ray actor, with a
+method of its own for each method of the worker, to which arguments come packed.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import pickle
 import socket
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from practicum.controller.packed import FusedWorker, RayClassWithInitArgs
+from practicum.controller.packed import FusedWorker, RayClassWithInitArgs, roles_of
 from practicum.controller.stacks import StackAddress, serve_stacks
 from practicum.controller.wire import Payload, fill_slots, unpack
 from practicum.controller.worker import Worker, WorkerContext
@@ -33,6 +33,11 @@ class CallHead:
     role: str | None
     method: str
     wants_reply: bool = True
+
+    @property
+    def name(self) -> str:
+        """What the actor calls it."""
+        return f"{self.role or ''}.{self.method}{'' if self.wants_reply else '!'}"
 
 
 class WorkerHost:
@@ -101,7 +106,6 @@ class RayHost(WorkerHost):
         """`import_paths` are the driver's: a worker class defined beside its script can be imported here too."""
         super().__init__()
         sys.path.extend(path for path in import_paths if path not in sys.path)
-        self._heads: dict[bytes, CallHead] = {}
 
     def seat(self) -> Seat:
         import ray
@@ -114,12 +118,7 @@ class RayHost(WorkerHost):
         os.environ.update(context.environment())
         self.build(unpack(packed), context)
 
-    def call_packed(self, head: bytes, shared: Payload = b"", own: Payload = b"", *replies: Any) -> Any:
-        """`shared` are the arguments all ranks get, `own` is the first one where each rank has its own; `replies` of
-        other workers fill the slots among them."""
-        parsed = self._heads.get(head)
-        if parsed is None:
-            parsed = self._heads[head] = pickle.loads(head)
+    def call_packed(self, head: CallHead, shared: Payload, own: Payload, replies: Sequence[Any]) -> Any:
         args: list[Any] = [unpack(own)] if own else []
         kwargs: Mapping[str, Any] = {}
         if shared:
@@ -127,7 +126,33 @@ class RayHost(WorkerHost):
             args.extend(more)
         if replies:
             args, kwargs = fill_slots(args, kwargs, replies)
-        return self.call(parsed, args, kwargs)
+        return self.call(head, args, kwargs)
+
+
+def host_class(packed: RayClassWithInitArgs[Any]) -> type[RayHost]:
+    """A host with a method for each call its workers can get.
+
+    One method for all would have to be told which is meant, and an argument makes a no-op on Ray a seventh slower.
+    """
+    classes: dict[str | None, type[Worker]] = {None: packed.cls}
+    classes |= {name: role.cls for name, role in roles_of(packed).items()}
+    heads = [
+        CallHead(role, method, wants_reply)
+        for role, cls in classes.items()
+        for method in {name for base in cls.__mro__ for name, value in vars(base).items() if callable(value)}
+        if not method.startswith("__")
+        for wants_reply in (True, False)
+    ]
+    return type("RayHost", (RayHost,), {head.name: _serving(head) for head in heads})
+
+
+def _serving(head: CallHead) -> Callable[..., Any]:
+    def serve(host: RayHost, shared: Payload = b"", own: Payload = b"", *replies: Any) -> Any:
+        """`shared` are the arguments all ranks get, `own` is the first one where each rank has its own; `replies` of
+        other workers fill the slots among them."""
+        return host.call_packed(head, shared, own, replies)
+
+    return serve
 
 
 def _can_travel(error: Exception) -> bool:

@@ -62,6 +62,10 @@ class RayClassWithInitArgs(Generic[W]):
     def has_options(self) -> bool:
         return bool(self.env or self.resources or self.ray_options)
 
+    def by_name(self) -> dict[str, Any]:
+        """The arguments by name, or by number where they have none, for messages."""
+        return {**{f"#{index}": value for index, value in enumerate(self.args)}, **self.kwargs}
+
     def build(self, context: WorkerContext, siblings: Mapping[str, Worker] | None = None) -> W:
         worker = self.cls.__new__(self.cls)
         worker.context = context

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -95,26 +94,27 @@ class RayWorkerGroup(WorkerGroup[W]):
         refs: list[Any] = []  # replies of other calls, for the slots among the arguments
         args = [_in_slot(value, refs) for value in call.args]
         kwargs = {name: _in_slot(value, refs) for name, value in call.kwargs.items()}
-        shared = _parcel(pack_arguments((args, kwargs), call.what, call.by_name), len(ranks)) if args or kwargs else b""
+        shared: Any = b""
+        if args or kwargs:
+            shared = _parcel(pack_arguments((args, kwargs), call.what, call.by_name), len(ranks))
         own = [self._own_argument(call, value, refs) for value in call.own or ()]
         answers = set(answering)
         handles = []
         for rank in ranks:
-            head = _head(call.role, call.method, rank in answers)
+            method = getattr(hosts[rank], _actor_method(call.role, call.method.__name__, rank in answers))
             if own:
-                arguments = (head, shared, *own[self._mesh.coordinates(rank).data])
+                arguments = [shared, *own[self._mesh.coordinates(rank).data]]
             elif refs:
-                arguments = (head, shared, b"", *refs)
+                arguments = [shared, b"", *refs]
             else:
-                arguments = (head, shared) if shared else (head,)
-            handles.append(hosts[rank].call_packed.remote(*arguments))
+                arguments = [shared] if shared else []
+            handles.append(method.remote(*arguments))
         return handles
 
     def _own_argument(self, call: Call, value: Any, refs: Sequence[Any]) -> list[Any]:
         """The argument of one shard, followed by the replies that come along for it."""
         refs = list(refs)
-        name = list(call.by_name)[1]  # the parameter after self
-        payload = pack_arguments(_in_slot(value, refs), call.what, {name: value})
+        payload = pack_arguments(_in_slot(value, refs), call.what, lambda: call.by_name(own=value))
         return [_parcel(payload, self.world_size // self._mesh.data), *refs]
 
     def _collect(self, handles: Sequence[Any], ranks: Sequence[int], what: str, deadline: float) -> list[Any]:
@@ -137,6 +137,6 @@ def _parcel(payload: Payload, num_receivers: int) -> Any:
     return ray.put(payload) if num_receivers > 1 and num_bytes(payload) > INLINE_BYTES else payload
 
 
-@functools.lru_cache(maxsize=1024)
-def _head(role: str | None, method: str, wants_reply: bool) -> bytes:
-    return pickle.dumps(CallHead(role, method, wants_reply))
+@functools.lru_cache(maxsize=4096)
+def _actor_method(role: str | None, method: str, wants_reply: bool) -> str:
+    return CallHead(role, method, wants_reply).name

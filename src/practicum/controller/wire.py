@@ -56,12 +56,12 @@ def num_bytes(payload: Payload) -> int:
     return sum(len(part) for part in parts)
 
 
-def pack_arguments(arguments: Any, what: str, by_name: Mapping[str, Any]) -> Payload:
-    """Pack, or name the argument of `what` that cannot be. `by_name` holds the same arguments under their names."""
+def pack_arguments(arguments: Any, what: str, by_name: Callable[[], Mapping[str, Any]]) -> Payload:
+    """Pack, or name the argument of `what` that cannot be. `by_name` returns the arguments under their names."""
     try:
         return pack(arguments)
     except Exception as error:  # an object's own pickling may raise anything
-        culprit, reason = _culprit(by_name, error)
+        culprit, reason = _culprit(by_name(), error)
         raise CallError(
             f"argument {culprit!r} of {what} cannot be sent to another process: {type(reason).__name__}: {reason}"
         ) from error

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import typing
 from pathlib import Path
 
@@ -73,6 +75,20 @@ def test_files_named_in_the_docs_exist(page: Path) -> None:
         assert (page.parent / link).exists(), f"{page.name} links to {link}"
     for source in re.findall(r"`((?:src/practicum|tests|bench|docs)/[\w./-]+)`", text):
         assert (ROOT / source).exists(), f"{page.name} names {source}"
+
+
+def test_the_example_of_the_controller_runs_as_shown(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "controller.md").read_text()
+    code, shown = re.findall(
+        r"```python\n(\"\"\"word_count.py.*?)```\n\n```\n\$ python word_count.py\n(.*?)```", page, re.S
+    )[0]
+    script = tmp_path / "word_count.py"
+    script.write_text(code)
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == shown
+    lines = [line for line in code.splitlines() if line.strip()]
+    assert len(lines) <= 32
 
 
 def test_the_readme_is_short() -> None:

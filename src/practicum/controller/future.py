@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
-from practicum.controller.batch import join_batches
+from practicum.controller.batch import join_batches, split_batch
 
-Out = TypeVar("Out")
+Out = TypeVar("Out", covariant=True)  # a future list of samples is a future sequence of them
 Gather = Callable[[list[Any]], Any]
 
 
@@ -36,10 +36,10 @@ class GroupFuture(Generic[Out]):
     def shares(self, parts: int, split: Callable[[Any, int], Sequence[Any]]) -> list[GroupFuture[Any]]:
         """Futures for the shares of a batch that is not there yet.
 
-        A batch that was gathered by joining as many replies is handed on reply by reply; any other is put together
-        and cut where it arrives.
+        A batch that is to be cut as it was joined, from as many replies, is handed on reply by reply; any other is put
+        together and cut where it arrives.
         """
-        if self.gather is join_batches and len(self.handles) == parts:
+        if (self.gather, split) == (join_batches, split_batch) and len(self.handles) == parts:
             return self.each()
         return [
             GroupFuture(self.handles, self._replies, GatherAndCut(self.gather, split, part, parts))

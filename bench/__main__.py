@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import grpo
+from bench import controller, grpo
 from bench.harness import ROOT, BenchError, Options, Outcome, UsageError, environment, print_table, write_json
 
-BENCHMARKS: dict[str, Callable[[Options], Outcome]] = {"grpo": grpo.run}
+BENCHMARKS: dict[str, Callable[[Options], Outcome]] = {"grpo": grpo.run, "controller": controller.run}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

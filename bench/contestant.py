@@ -39,6 +39,10 @@ class Line:
         self._answers.write(json.dumps(message) + "\n")
 
 
-def step(seconds: float, amount: float, **parts: float) -> dict[str, Any]:
-    """One step: how long it took, how much it got done, and the seconds of its parts where they are known."""
-    return {"seconds": seconds, "amount": amount, "parts": parts}
+def step(seconds: float, amount: float, *, ended_cpu_s: float = 0.0, **parts: float) -> dict[str, Any]:
+    """One step: how long it took, how much it got done, and the seconds of its parts where they are known.
+
+    `ended_cpu_s` is for processes that ended during the step without a parent that keeps their CPU time, such as Ray's
+    workers. The harness could not tell it from what others on the machine used.
+    """
+    return {"seconds": seconds, "amount": amount, "parts": parts, "ended_cpu_s": ended_cpu_s}

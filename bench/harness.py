@@ -137,11 +137,16 @@ def print_table(title: str, rows: Sequence[Row], console: Console | None = None)
     table = Table(title=title)
     for heading in ("case", "metric"):
         table.add_column(heading)
-    peer_name = next((row.peer_name for row in rows if row.peer_name), "peer")
-    for heading in ("ours", peer_name, "ratio (>1: ours is better)"):
+    names = list(dict.fromkeys(row.peer_name for row in rows if row.peer_name))
+    several = len(names) > 1  # then each row says whom it is against
+    for heading in ("ours", names[0] if len(names) == 1 else "peer"):
         table.add_column(heading, justify="right")
+    if several:
+        table.add_column("peer name")
+    table.add_column("ratio (>1: ours is better)", justify="right")
     for row in rows:
-        table.add_row(row.case, row.metric, _number(row.ours), _number(row.peer), _number(row.ratio))
+        against = [row.peer_name or ""] if several else []
+        table.add_row(row.case, row.metric, _number(row.ours), _number(row.peer), *against, _number(row.ratio))
     (console or Console()).print(table)
 
 

@@ -40,6 +40,7 @@ class Step:
     seconds: float
     amount: float  # of whatever the benchmark counts: tokens, requests, ...
     parts: Mapping[str, float] = field(default_factory=dict)  # seconds by part of the step
+    ended_cpu_s: float = 0.0  # of processes that ended in it and are in nobody's account
 
 
 @dataclass(slots=True)
@@ -285,7 +286,7 @@ def _round(order: Sequence[Contestant], plan: Plan) -> Round:
         cpu_before, busy_before, start = contestant.cpu_s(), _busy_s(), time.monotonic()
         steps = contestant.go(plan.steps_per_turn, plan.turn_s)
         seconds, busy = time.monotonic() - start, _busy_s() - busy_before
-        cpu_s = contestant.cpu_s() - cpu_before
+        cpu_s = contestant.cpu_s() - cpu_before + sum(step.ended_cpu_s for step in steps)
         share = max(0.0, busy - cpu_s) / (seconds * (os.cpu_count() or 1))
         result.turns[contestant.name] = Tally(steps=steps, cpu_s=cpu_s)
         result.others_share = max(result.others_share, share)

@@ -1,1 +1,1 @@
-"""Our side of the benchmarks that need a process of their own."""
+"""Contestants that run in our own environment: ours, and what needs nothing more than ours does."""

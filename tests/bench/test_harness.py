@@ -73,6 +73,15 @@ def test_the_table_shows_both_sides_and_a_dash_for_what_is_missing() -> None:
     assert any("3,210" in line and "-" in line for line in lines)
 
 
+def test_the_table_names_the_peer_of_each_row_where_there_are_several() -> None:
+    text = io.StringIO()
+    rows = [Row("no-op", "ms", 1, 2, "bare ray"), Row("no-op", "ms", 1, 3, "verl"), Row("fakes", "ms", 1)]
+    harness.print_table("controller", rows, Console(file=text, width=120))
+    lines = text.getvalue().splitlines()
+    assert any("2" in line and "bare ray" in line for line in lines)
+    assert any("3" in line and "verl" in line for line in lines)
+
+
 def test_contestants_take_turns_and_the_warm_up_does_not_count(tmp_path: Path) -> None:
     plan = Plan(warmup_steps=1, num_rounds=2, steps_per_turn=3)
     with (
@@ -102,6 +111,14 @@ def test_cpu_time_includes_children(tmp_path: Path) -> None:
     with Contestant("ours", python(with_child.replace("{amount}", "1")), tmp_path) as ours:
         ours.ready(30)
         assert ours.cpu_s() >= 0.3
+
+
+def test_cpu_time_of_ended_processes_is_the_contestants_and_not_that_of_others(tmp_path: Path) -> None:
+    script = HONEST.replace("rollout=0.2", "ended_cpu_s=1000.0").format(amount=1)
+    with Contestant("ours", python(script), tmp_path) as ours:
+        tally = alternate([ours], Plan(warmup_steps=1, num_rounds=1, steps_per_turn=2))["ours"]
+    assert tally.cpu_s >= 2000
+    assert tally.others_share == 0
 
 
 def test_one_that_hangs_hits_its_deadline_and_is_gone_with_its_children(tmp_path: Path) -> None:

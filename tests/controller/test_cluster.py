@@ -48,6 +48,29 @@ def test_nor_a_driver_killed_while_ray_starts(delay_s: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ending", ["", "os.kill(os.getpid(), 9)"])
+def test_a_pool_without_ray_starts_one_that_ends_with_the_program(ending: str) -> None:
+    code = f"""
+import os, psutil
+from practicum.controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker
+class Counter(Worker):
+    def add(self, values): return sum(values) + self.rank
+with RayResourcePool([2], resources_per_process={{"CPU": 0.5}}) as pool:
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter))
+    print(group.execute_all(Counter.add, [1, 2, 3]))
+    print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
+    {ending}
+group.shutdown()
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == (-9 if ending else 0), run.stderr
+    replies, pids = run.stdout.splitlines()
+    assert replies == "[6, 7]"
+    left = [psutil.Process(int(pid)) for pid in pids.split() if psutil.pid_exists(int(pid))]
+    assert not psutil.wait_procs(left, timeout=20)[1]
+
+
+@pytest.mark.slow
 def test_a_cluster_that_is_not_there_is_named() -> None:
     joining = "from practicum.controller import ray_cluster\nwith ray_cluster('127.0.0.1:1'): pass"
     run = subprocess.run([sys.executable, "-c", joining], capture_output=True, text=True, timeout=120)

@@ -71,6 +71,35 @@ class Reader(Worker):
         return counter.total
 
 
+def shouting(method: Callable[..., str]) -> Callable[[Any], str]:
+    def wrapper(self: Any) -> str:
+        return method(self).upper()
+
+    return wrapper
+
+
+class Decorated(Worker):
+    @shouting
+    def loud(self) -> str:
+        return "hello"
+
+    def quiet(self) -> str:
+        return "hello"
+
+    alias = quiet
+
+
+class Diary(Worker):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def write(self, line: str) -> None:
+        self.lines.append(line)
+
+    def read(self) -> list[str]:
+        return self.lines
+
+
 @pytest.fixture(scope="module", params=["ray", "local"])
 def open_group(request: pytest.FixtureRequest) -> Iterator[Callable[..., WorkerGroup[Any]]]:
     """Opens groups of either kind; they end with the module."""
@@ -253,6 +282,34 @@ def test_a_restarted_group_starts_from_its_arguments_and_its_views_follow(open_g
     group.restart()
     assert view.execute_all(Counter.add, []) == [7, 9]
     group.shutdown()
+
+
+def test_methods_are_found_under_the_name_the_class_gives_them(open_group: Any) -> None:
+    group: WorkerGroup[Decorated] = open_group(RayClassWithInitArgs(Decorated), "decorated")
+    assert group.execute_all(Decorated.loud) == ["HELLO"] * NUM_RANKS
+    assert group.execute_all(Decorated.alias) == ["hello"] * NUM_RANKS
+    assert group.execute_all(Worker.close) == [None] * NUM_RANKS
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), "5", None])
+def test_a_deadline_is_a_positive_number(counters: WorkerGroup[Counter], timeout_s: Any) -> None:
+    with pytest.raises(CallError, match="'counters': timeout_s must be a positive number of seconds"):
+        counters.with_timeout(timeout_s)
+
+
+def test_calls_of_two_threads_reach_all_ranks_in_the_same_order(open_group: Any) -> None:
+    group: WorkerGroup[Diary] = open_group(RayClassWithInitArgs(Diary), "diaries")
+    threads = [
+        threading.Thread(target=lambda name=name: [group.execute_all(Diary.write, f"{name}{i}") for i in range(30)])
+        for name in "abc"
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    diaries = group.execute_all(Diary.read)
+    assert len(diaries[0]) == 90
+    assert diaries == [diaries[0]] * NUM_RANKS
 
 
 def test_two_threads_can_call_at_once(counters: WorkerGroup[Counter]) -> None:

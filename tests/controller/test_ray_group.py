@@ -72,6 +72,8 @@ class Mortal(Worker):
     def lambda_reply(self) -> Any:
         return threading.Lock()
 
+    def both(self, one: Any, two: Any) -> None: ...
+
     def apply(self, function: Callable[[int], int]) -> int:
         return function(self.rank)
 
@@ -124,6 +126,14 @@ def test_a_dead_worker_is_noticed_while_others_are_busy_and_the_group_restarts(g
         group.execute_all(Mortal.pid)
     group.restart()
     assert not set(before) & set(group.execute_all(Mortal.pid))
+
+
+def test_a_call_under_way_at_a_restart_is_told_so(group: RayWorkerGroup[Mortal]) -> None:
+    pending = group.execute_all_async(Mortal.sleep, 30.0)
+    group.restart()
+    with pytest.raises(WorkerDied, match=r"rank 0 was ended by a restart or shutdown before it answered Mortal.sleep"):
+        pending.result()
+    assert len(group.execute_all(Mortal.pid)) == 2
 
 
 def test_an_exception_arrives_while_the_others_sit_in_a_collective(group: RayWorkerGroup[Mortal]) -> None:
@@ -193,6 +203,9 @@ def test_what_cannot_travel_is_named_before_any_rank_runs(group: RayWorkerGroup[
     lock = threading.Lock()
     with pytest.raises(CallError, match=r"argument 'function' of Mortal.apply cannot be sent .*cannot pickle"):
         group.execute_all(Mortal.apply, lock)  # type: ignore[arg-type]
+    future = group.execute_rank_zero_async(Mortal.pid)
+    with pytest.raises(CallError, match=r"argument 'two' of Mortal.both cannot be sent .*cannot pickle"):
+        group.execute_all(Mortal.both, future.forward(), lock)
     with pytest.raises(CallError, match=r"argument 'rank' of Mortal.exit cannot be sent"):
         group.map(Mortal.exit, [0, lock])  # type: ignore[list-item]
     assert len(group.execute_all(Mortal.pid)) == 2  # rank 0 was not told to exit

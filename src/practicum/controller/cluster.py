@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -20,10 +21,14 @@ from practicum.errors import ResourceError
 
 @contextmanager
 def ray_cluster(address: str | None = None) -> Iterator[None]:
-    """Ray for the time of a `with` block. Processes started here end with it; a Ray that was already up stays up."""
+    """Ray for the time of a `with` block: joined at `address`, or at RAY_ADDRESS, or else started on this machine.
+
+    Processes started here end with the block; a Ray that was already up stays up.
+    """
     if ray.is_initialized():
         yield
         return
+    address = address or os.environ.get("RAY_ADDRESS")
     if address:
         _refuse_if_nobody_answers(address)
         _show_own_token(address)
@@ -53,6 +58,14 @@ def ray_cluster(address: str | None = None) -> Iterator[None]:
         if all_started:
             all_started()
         yield
+
+
+def ensure_ray() -> None:
+    """A Ray for the rest of this process, if it has none yet."""
+    if not ray.is_initialized():
+        for_life = ExitStack()
+        for_life.enter_context(ray_cluster())
+        atexit.register(for_life.close)
 
 
 @contextmanager

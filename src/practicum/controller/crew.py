@@ -6,8 +6,10 @@ call    references ─▶ collect: all replies | the first failure, with its ran
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +47,7 @@ class Crew:
     hosts: list[Any] = field(default_factory=list)
     seats: list[Seat] = field(default_factory=list)
     _has_place: bool = False
+    _dismissed: set[str] = field(default_factory=set)  # actors that were ended on purpose
 
     def start(self) -> None:
         """Start the processes and build the workers in them; if anything fails, none is left."""
@@ -78,8 +81,8 @@ class Crew:
             replies: list[Any] = ray.get(list(refs), timeout=max(0.0, deadline - time.monotonic()))
         except GetTimeoutError:
             raise self._late(refs, ranks, what) from None
-        except RayError:
-            raise self._first_failure(refs, ranks, what) from None
+        except RayError as error:
+            raise self._first_failure(refs, ranks, what, error) from None
         return replies
 
     def stacks(self) -> dict[int, str]:
@@ -90,8 +93,10 @@ class Crew:
         return f"rank {rank} ({self.seats[rank]})" if self.seats else f"rank {rank}"
 
     def _kill(self) -> None:
-        for host in self.hosts:
-            ray.kill(host)
+        if ray.is_initialized():  # else they have ended with it
+            for host in self.hosts:
+                ray.kill(host)
+        self._dismissed |= {host._actor_id.hex() for host in self.hosts}
         self.hosts, self.seats = [], []
 
     def _are_seated(self, deadline: float) -> bool:
@@ -130,28 +135,28 @@ class Crew:
         ).remote(sys.path)
 
     def _contexts(self) -> list[WorkerContext]:
-        nodes = [seat.node_id for seat in self.seats]
-        node_order = list(dict.fromkeys(nodes))
+        on_node = Counter(seat.node_id for seat in self.seats)
+        node_ranks = {node: index for index, node in enumerate(on_node)}  # in the order of their first rank
+        next_local_rank = {node: itertools.count() for node in on_node}
         return [
             WorkerContext(
                 group=self.name,
                 rank=rank,
-                world_size=len(nodes),
-                local_rank=nodes[:rank].count(node),
-                local_world_size=nodes.count(node),
-                node_rank=node_order.index(node),
+                world_size=len(self.seats),
+                local_rank=next(next_local_rank[seat.node_id]),
+                local_world_size=on_node[seat.node_id],
+                node_rank=node_ranks[seat.node_id],
                 master_address=self.seats[0].address,
                 master_port=self.seats[0].free_port,
                 meshes=self.meshes,
             )
-            for rank, node in enumerate(nodes)
+            for rank, seat in enumerate(self.seats)
         ]
 
     def _late(self, refs: Sequence[Any], ranks: Sequence[int], what: str) -> WorkerError:
         _, pending = ray.wait(list(refs), num_returns=len(refs), timeout=0)
-        late = sorted({rank for ref, rank in zip(refs, ranks, strict=True) if ref in set(pending)})
-        if not late:  # the last reply came in between
-            return self._first_failure(refs, ranks, what)
+        unanswered = set(pending) or {refs[-1]}  # the last may have come in just now: late all the same
+        late = [rank for ref, rank in zip(refs, ranks, strict=True) if ref in unanswered]
         stacks = self.stacks()
         shown = f" What they were doing:\n{fold_stacks(stacks)}" if stacks else ""
         return DeadlineError(
@@ -162,11 +167,12 @@ class Crew:
             stacks=stacks,
         )
 
-    def _first_failure(self, refs: Sequence[Any], ranks: Sequence[int], what: str) -> WorkerError:
+    def _first_failure(self, refs: Sequence[Any], ranks: Sequence[int], what: str, error: RayError) -> WorkerError:
         ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_ECHO_S)
         rank_of = dict(zip(refs, ranks, strict=True))
         failures = [failure for ref in ready if (failure := self._failure(ref, rank_of[ref], what))]
-        assert failures, f"{what} failed and then did not"
+        if not failures:  # what Ray could not fetch a moment ago it can now
+            return self._error(f"or another rank could not hand over the answer of {what}: {error}", ranks[0])
         failures.sort(key=lambda failure: (not isinstance(failure, WorkerDied), failure.ranks))
         return _with_company(failures)
 
@@ -188,8 +194,10 @@ class Crew:
         return None
 
     def _death(self, error: RayActorError, rank: int, what: str) -> WorkerError:
-        ours = {host._actor_id.hex(): index for index, host in enumerate(self.hosts)}
-        if error.actor_id is not None and error.actor_id not in ours:
+        if error.actor_id in self._dismissed:
+            text = f"group {self.name!r}: rank {rank} was ended by a restart or shutdown before it answered {what}"
+            return WorkerDied(text, group=self.name, ranks=[rank])
+        if error.actor_id not in {None, *(host._actor_id.hex() for host in self.hosts)}:
             return self._error(f"did not get the arguments of {what}: the worker they come from has died", rank)
         seat = self.seats[rank] if self.seats else None
         lost = _is_node_lost(error)

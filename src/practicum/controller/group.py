@@ -46,16 +46,17 @@ class Call:
 
     what: str  # class and method, for messages
     role: str | None
-    method: Callable[..., Any]
+    method: str
+    function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     own: Sequence[Any] | None = None  # the first argument where each shard has its own
 
     def by_name(self, own: Any = None) -> dict[str, Any]:
-        """The arguments under the names of the method's parameters, for messages."""
+        """The arguments under the names of the method's parameters, for messages; without self and futures."""
         leading = () if self.own is None else (own,)
-        bound = inspect.signature(self.method).bind(None, *leading, *self.args, **self.kwargs).arguments
-        return dict(list(bound.items())[1:])  # without self
+        bound = inspect.signature(self.function).bind(None, *leading, *self.args, **self.kwargs).arguments
+        return {name: value for name, value in list(bound.items())[1:] if not isinstance(value, GroupFuture)}
 
 
 class WorkerGroup(ABC, Generic[W]):
@@ -74,7 +75,7 @@ class WorkerGroup(ABC, Generic[W]):
         self._worker_class: type[Worker] = packed.cls
         self._meshes = meshes
         self._mesh = Mesh(data=world_size)
-        self._timeout_s = timeout_s
+        self._timeout_s = positive_seconds(timeout_s, "timeout_s", name)
 
     def execute_all_async(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
@@ -156,7 +157,7 @@ class WorkerGroup(ABC, Generic[W]):
 
     def with_timeout(self, timeout_s: float) -> Self:
         view = copy.copy(self)
-        view._timeout_s = timeout_s
+        view._timeout_s = positive_seconds(timeout_s, "timeout_s", self.name)
         return view
 
     def mesh(self, name: str) -> Self:
@@ -222,19 +223,27 @@ class WorkerGroup(ABC, Generic[W]):
         cls = self._worker_class
         num_positional = len(args) + (own is not None)
         try:
-            _check_call(cls, method, num_positional, tuple(kwargs))  # type: ignore[arg-type]  # functions can be hashed
+            name = _method_name(cls, method, num_positional, tuple(kwargs))  # type: ignore[arg-type]  # can be hashed
         except TypeError as error:
             raise CallError(f"group {self.name!r}: {error}") from None
-        return Call(f"{cls.__name__}.{method.__name__}", self._role, method, args, kwargs, own)
+        return Call(f"{cls.__name__}.{name}", self._role, name, method, args, kwargs, own)
 
 
 @functools.lru_cache(maxsize=4096)
-def _check_call(cls: type[Worker], method: Callable[..., Any], num_positional: int, names: tuple[str, ...]) -> None:
-    """Whether a method can be called on workers of a class with so many arguments: what they are does not matter."""
-    name = getattr(method, "__name__", "")
-    if not any(vars(base).get(name) is method for base in cls.__mro__):
+def _method_name(cls: type[Worker], method: Callable[..., Any], num_positional: int, names: tuple[str, ...]) -> str:
+    """The name under which the class has the method, if it can be called with so many arguments and such names."""
+    found = [name for base in cls.__mro__ for name, value in vars(base).items() if value is method]
+    if not found:
         raise TypeError(f"{getattr(method, '__qualname__', repr(method))} is not a method of {cls.__name__}")
+    name = found[0]
     try:
         inspect.signature(method).bind(None, *[None] * num_positional, **dict.fromkeys(names))
     except TypeError as error:
         raise TypeError(f"wrong arguments for {cls.__name__}.{name}: {error}") from None
+    return name
+
+
+def positive_seconds(value: float, name: str, group: str) -> float:
+    if not isinstance(value, int | float) or not value > 0:
+        raise CallError(f"group {group!r}: {name} must be a positive number of seconds, not {value!r}")
+    return value

@@ -80,7 +80,7 @@ class LocalWorkerGroup(WorkerGroup[W]):
         answers = set(answering)
         outcomes = []
         for rank in ranks:
-            head = CallHead(call.role, call.method.__name__, rank in answers)
+            head = CallHead(call.role, call.method, rank in answers)
             leading = [] if own is None else [own[self._mesh.coordinates(rank).data]]
             try:
                 outcomes.append(_Outcome(self._hosts[rank].call(head, [*leading, *args], kwargs)))

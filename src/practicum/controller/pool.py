@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
+from practicum.controller.cluster import ensure_ray
 from practicum.controller.nodes import could_hold, describe_nodes, living_nodes
 from practicum.errors import CallError, ResourceError
 
@@ -27,7 +29,8 @@ class Ground:
     def release(self) -> None:
         if self.is_held:
             self.is_held = False
-            remove_placement_group(self.group)
+            if ray.is_initialized():  # else it has gone with the cluster
+                remove_placement_group(self.group)
 
 
 @dataclass(slots=True)
@@ -45,7 +48,8 @@ class RayResourcePool:
     The processes of one entry share a node; two entries may share one that is large enough. Up to
     `max_colocate_count` groups can use the pool at a time, in separate processes; each process gets that fraction.
     `resources_per_process` adds other resources of Ray's, or asks for another number of CPUs. The ground is held until
-    `release` or the end of the `with` block; a `detached` pool even outlives its driver.
+    `release` or the end of the `with` block; a `detached` pool even outlives its driver. If the driver has no Ray yet,
+    `ray_cluster()` is entered for the rest of its life.
 
     Ranks follow the addresses of the nodes, so that they stay put when a group or a driver starts again.
     """
@@ -65,6 +69,7 @@ class RayResourcePool:
             raise CallError(f"process_on_nodes={list(process_on_nodes)} and {max_colocate_count=} must be positive")
         if accelerator_type is not None and not use_gpu:
             raise CallError(f"accelerator_type={accelerator_type!r} needs use_gpu=True")
+        ensure_ray()
         self.use_gpu = use_gpu
         self.max_colocate_count = max_colocate_count
         self.detached = detached

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import ray
 from practicum.controller import register
 from practicum.controller.crew import Crew
 from practicum.controller.future import GroupFuture
-from practicum.controller.group import Call, W, WorkerGroup
+from practicum.controller.group import Call, W, WorkerGroup, positive_seconds
 from practicum.controller.host import CallHead
 from practicum.controller.mesh import Mesh
 from practicum.controller.packed import RayClassWithInitArgs, known_as
@@ -36,6 +37,7 @@ class RayWorkerGroup(WorkerGroup[W]):
         timeout_s: float = 600.0,
     ) -> None:
         use_gpu = pool.use_gpu if use_gpu is None else use_gpu
+        positive_seconds(start_timeout_s, "start_timeout_s", name or packed.cls.__name__)
         crew = Crew(name or packed.cls.__name__, packed, pool, use_gpu, meshes or {}, detached, start_timeout_s)
         self._take_over(crew, timeout_s)
         if use_gpu and not pool.use_gpu:
@@ -51,6 +53,8 @@ class RayWorkerGroup(WorkerGroup[W]):
     @classmethod
     def attach(cls, name: str, worker_class: type[W], *, timeout_s: float = 600.0) -> RayWorkerGroup[W]:
         """A detached group that another driver started. Its pool is `group.pool`."""
+        if not ray.is_initialized():
+            raise ResourceError(f"no cluster to look for group {name!r} in: join it first, with ray_cluster(address)")
         crew = register.find(name)
         found = known_as(crew.packed.cls, worker_class)
         if found is None:
@@ -81,6 +85,8 @@ class RayWorkerGroup(WorkerGroup[W]):
     def _take_over(self, crew: Crew, timeout_s: float) -> None:
         super().__init__(crew.name, crew.packed, crew.pool.world_size, timeout_s, crew.meshes)
         self._crew = crew
+        # Two threads' calls reach all ranks in the same order: otherwise their collectives would wait for each other.
+        self._turn = threading.Lock()
 
     def _start_crew(self) -> None:
         self._crew.start()
@@ -100,15 +106,16 @@ class RayWorkerGroup(WorkerGroup[W]):
         own = [self._own_argument(call, value, refs) for value in call.own or ()]
         answers = set(answering)
         handles = []
-        for rank in ranks:
-            method = getattr(hosts[rank], _actor_method(call.role, call.method.__name__, rank in answers))
-            if own:
-                arguments = [shared, *own[self._mesh.coordinates(rank).data]]
-            elif refs:
-                arguments = [shared, b"", *refs]
-            else:
-                arguments = [shared] if shared else []
-            handles.append(method.remote(*arguments))
+        with self._turn:
+            for rank in ranks:
+                method = getattr(hosts[rank], _actor_method(call.role, call.method, rank in answers))
+                if own:
+                    arguments = [shared, *own[self._mesh.coordinates(rank).data]]
+                elif refs:
+                    arguments = [shared, b"", *refs]
+                else:
+                    arguments = [shared] if shared else []
+                handles.append(method.remote(*arguments))
         return handles
 
     def _own_argument(self, call: Call, value: Any, refs: Sequence[Any]) -> list[Any]:

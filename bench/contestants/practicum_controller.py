@@ -1,0 +1,95 @@
+"""Ours in the `controller` benchmark, a worker group on a pool of its own, and bare Ray actors beside it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import ray
+
+from bench.contestant import Line
+from bench.contestants.bare_ray import BareTeam
+from bench.controller_work import BARE, ITEMS, OURS, ROWS, Job, items, rows, start_ray, take_steps
+from practicum.controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker
+from practicum.controller.crew import Crew
+
+Item = tuple[int, ...]
+
+
+class Echo(Worker):
+    def noop(self) -> None:
+        pass
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def echo_items(self, shard: Sequence[Item]) -> Sequence[Item]:
+        return shard
+
+    def echo_rows(self, shard: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        return shard
+
+
+class OurTeam:
+    def __init__(self, num_workers: int) -> None:
+        self._pool = RayResourcePool([num_workers])
+        self._group = RayWorkerGroup(self._pool, RayClassWithInitArgs(Echo), name="echo")
+
+    def noop(self) -> Any:
+        return self._group.execute_all(Echo.noop)
+
+    def batches(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        yield ITEMS, lambda: self._group.scatter(Echo.echo_items, items())
+        yield ROWS, lambda: self._group.scatter(Echo.echo_rows, rows())
+
+    def pids(self) -> Sequence[int]:
+        return self._group.execute_all(Echo.pid)
+
+    def stop(self) -> None:
+        self._group.shutdown()
+        self._pool.release()
+
+
+class FakeHost:
+    """Stands for a worker's actor in the driver: whatever is called, the answer is there already."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def __getattr__(self, method: str) -> FakeHost:
+        return self
+
+    def remote(self, *args: Any) -> Any:
+        return self._answer
+
+
+def noop_on_fakes(num_workers: int) -> Callable[[], Any]:
+    """The same call on fakes: all the driver does for each worker, but for handing the call over to Ray."""
+    packed = RayClassWithInitArgs(Echo)
+    with RayResourcePool([1]) as pool:
+        answering = RayWorkerGroup(pool, packed, name="answers")
+        answers = [answering.execute_rank_zero_async(Echo.noop).handles[0] for _ in range(num_workers)]
+        ray.get(answers)
+        answering.shutdown()
+    room: Any = SimpleNamespace(world_size=num_workers)
+    crew = Crew("fakes", packed, room, use_gpu=False, meshes={}, detached=False, start_timeout_s=60.0)
+    crew.hosts = [FakeHost(answer) for answer in answers]
+    group: RayWorkerGroup[Echo] = RayWorkerGroup.__new__(RayWorkerGroup)
+    group._take_over(crew, timeout_s=60.0)
+    return lambda: group.execute_all(Echo.noop)
+
+
+def main() -> None:
+    line = Line()
+    start_ray()
+    sides = {OURS: OurTeam, BARE: BareTeam}
+    take_steps(line, Job.parse(sys.argv[1]), ["practicum", "ray", "numpy"], sides, pretend=noop_on_fakes)
+
+
+if __name__ == "__main__":
+    main()

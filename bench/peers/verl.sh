@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Makes bench/peers/venv-verl, the environment of the peer `verl`. Running it again changes nothing.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+# Any Python 3.11 or later will do; PYTHON=... chooses another than the one on the path.
+[ -x venv-verl/bin/python ] || "${PYTHON:-python3}" -m venv venv-verl
+
+# torch goes first and pinned: asked for by name alone, the others would bring the newest one with all of CUDA.
+venv-verl/bin/python -m pip install --quiet "torch==2.13.0"
+# Without its dependencies: only its worker groups are measured, and what those import is listed here.
+venv-verl/bin/python -m pip install --quiet --no-deps "verl==0.9.1"
+venv-verl/bin/python -m pip install --quiet \
+  "torch==2.13.0" \
+  "ray==2.60.0" \
+  "tensordict==0.15.3" \
+  "transformers==5.22.2" \
+  "omegaconf" "hydra-core" "codetiming" "psutil==7.2.2" "packaging" "numpy"
+venv-verl/bin/python -c 'import verl; from verl.single_controller.ray import RayWorkerGroup; print("verl", verl.__version__)'

@@ -1,0 +1,173 @@
+"""The `controller` benchmark without Ray: its rows, and a contestant's step on teams of plain objects."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks are not part of the installed package
+
+from bench import controller
+from bench.controller_work import Job, items, medians_s, rows, time_calls, time_start
+from bench.harness import Row
+
+JOB = Job(num_noops=3, num_items=2, num_rows=1, larger_teams=(8, 32), fakes=(256, 1024))
+OURS = {"noop": 0.001, "rows": 0.05, "items": 0.002, "start": 0.8, "noop_8": 0.004, "noop_32": 0.016}
+OURS_WITH_FAKES = {**OURS, "fakes_256": 0.000256, "fakes_1024": 0.001024}
+
+
+BURN = "import time\nwhile time.process_time() < 0.1: pass\nprint(flush=True); input()"
+
+
+class SleepingTeam:
+    """Processes that use some CPU time and then sleep; its echoes are answered on the spot."""
+
+    def __init__(self, num_workers: int) -> None:
+        command = [sys.executable, "-c", BURN]
+        self._processes = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(num_workers)
+        ]
+        for process in self._processes:
+            assert process.stdout is not None
+            process.stdout.readline()
+
+    def noop(self) -> None:
+        pass
+
+    def batches(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        yield "items", items
+        yield "rows quickly", lambda: rows().copy()
+
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.communicate(b"\n")
+
+
+class ForgetfulTeam(SleepingTeam):
+    def batches(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        yield "rows", lambda: np.zeros_like(rows())
+
+
+def rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)
+
+
+@pytest.fixture
+def stopped() -> Iterator[Callable[[type[SleepingTeam]], Callable[[int], SleepingTeam]]]:
+    """Makes teams whose processes are gone after the test, whatever became of it."""
+    teams: list[SleepingTeam] = []
+
+    def starter(kind: type[SleepingTeam]) -> Callable[[int], SleepingTeam]:
+        def start(num_workers: int) -> SleepingTeam:
+            teams.append(kind(num_workers))
+            return teams[-1]
+
+        return start
+
+    yield starter
+    for team in teams:
+        for process in team._processes:
+            process.kill()
+            process.wait()
+
+
+def test_each_case_has_a_row_against_each_peer_in_its_own_unit() -> None:
+    bare = {"noop": 0.002, "rows": 0.1, "items": 0.004, "start": 0.4, "noop_8": 0.008, "noop_32": 0.032}
+    verl = {"noop": 0.004, "rows": 0.5, "rows TensorDict": 0.6, "rows NumPy": 0.2, "items": 0.01, "start": 8.0}
+    found = controller.case_rows({"practicum": OURS, "bare ray": bare, "verl": verl})
+    assert [(row.case, row.peer_name, rounded(row.ratio)) for row in found] == [
+        ("no-op, 2 workers", "bare ray", 2.0),
+        ("no-op, 2 workers", "verl", 4.0),
+        ("64 MiB batch, 2 workers", "bare ray", 2.0),
+        ("64 MiB batch, 2 workers", "verl", 10.0),
+        ("64 MiB batch, 2 workers", "verl (TensorDict)", 12.0),
+        ("64 MiB batch, 2 workers", "verl (NumPy)", 4.0),
+        ("64 small items, 2 workers", "bare ray", 2.0),
+        ("64 small items, 2 workers", "verl", 5.0),
+        ("start-up, 2 workers", "bare ray", 0.5),
+        ("start-up, 2 workers", "verl", 10.0),
+    ]
+    first, last = found[0], found[-1]
+    assert (first.metric, rounded(first.ours), rounded(first.peer)) == ("ms per call", 1.0, 2.0)
+    assert (last.metric, rounded(last.ours), rounded(last.peer)) == ("s", 0.8, 8.0)
+
+
+def test_without_verl_the_rows_against_bare_ray_remain() -> None:
+    found = controller.case_rows({"practicum": OURS, "bare ray": OURS})
+    assert {row.peer_name for row in found} == {"bare ray"}
+    assert len(found) == len(controller.CASES)
+
+
+def test_growth_is_the_slope_and_fakes_have_no_peer() -> None:
+    bare = {"noop": 0.002, "noop_8": 0.008, "noop_32": 0.032}
+    growth = controller.Growth.of({"practicum": OURS_WITH_FAKES, "bare ray": bare}, JOB)
+    workers, fakes = growth.rows()
+    assert (rounded(workers.ours), rounded(workers.peer), rounded(workers.ratio)) == (500.0, 1000.0, 2.0)
+    assert (rounded(fakes.ours), fakes.peer, fakes.peer_name) == (1.0, None, None)
+    block = growth.as_dict()
+    assert set(block["no_op_by_workers"]) == {"practicum", "bare ray"}
+    assert list(block["no_op_by_workers"]["practicum"]["ms_by_size"]) == ["2", "8", "32"]
+    assert list(block["no_op_by_fakes"]["practicum"]["ms_by_size"]) == ["256", "1024"]
+
+
+def test_quick_and_full_runs_have_the_same_rows() -> None:
+    def names(job: Job) -> list[tuple[str, str, str | None]]:
+        parts = {"noop": 1.0, "rows": 1.0, "items": 1.0, "start": 1.0}
+        parts |= {f"noop_{size}": float(size) for size in job.larger_teams}
+        parts |= {f"fakes_{size}": float(size) for size in job.fakes}
+        medians = {"practicum": parts, "bare ray": parts}
+        found: list[Row] = [*controller.case_rows(medians), *controller.Growth.of(medians, job).rows()]
+        return [(row.case, row.metric, row.peer_name) for row in found]
+
+    assert names(controller.QUICK_JOB) == names(controller.FULL_JOB)
+
+
+def test_a_job_survives_the_command_line() -> None:
+    assert Job.parse(JOB.dump()) == JOB
+
+
+def test_calls_are_timed_by_name(stopped: Any) -> None:
+    timings = time_calls({"one": stopped(SleepingTeam)(1), "other": stopped(SleepingTeam)(1)}, JOB)
+    assert list(timings) == ["one", "other"]
+    assert list(timings["one"]) == list(timings["other"]) == ["noop", "items", "rows quickly"]
+
+
+def test_parts_are_sorted_by_side() -> None:
+    parts = [{"step": 9.0, "practicum: noop": 1.0, "bare ray: noop": 2.0}, {"step": 9.0, "verl: rows NumPy": 3.0}]
+    assert controller.by_side(parts) == {
+        "practicum": {"noop": 1.0},
+        "bare ray": {"noop": 2.0},
+        "verl": {"rows NumPy": 3.0},
+    }
+
+
+def test_sides_take_turns_and_make_as_many_calls() -> None:
+    calls: list[str] = []
+    medians_s({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 30)
+    assert (calls.count("a"), calls.count("b")) == (30, 30)
+    assert "".join(calls) == "a" * 25 + "b" * 25 + "a" * 5 + "b" * 5
+
+
+def test_an_answer_that_differs_from_what_was_sent_is_refused(stopped: Any) -> None:
+    with pytest.raises(RuntimeError, match="us, rows: what came back is not what was sent"):
+        time_calls({"us": stopped(ForgetfulTeam)(1)}, JOB)
+
+
+def test_a_start_counts_the_cpu_time_of_the_processes_that_it_ended(stopped: Any) -> None:
+    _, ended_cpu_s = time_start(stopped(SleepingTeam))
+    assert ended_cpu_s > 0.1  # more than one of the two burns
+
+
+def test_a_start_that_found_its_processes_running_is_refused(stopped: Any) -> None:
+    running = stopped(SleepingTeam)(2)
+    with pytest.raises(RuntimeError, match="were running before the start-up"):
+        time_start(lambda _: running)

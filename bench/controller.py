@@ -32,16 +32,20 @@ from bench.controller_work import (
 )
 from bench.harness import Options, Outcome, Row, choose_peer
 from bench.series import Series
-from bench.turns import Contestant, Plan, alternate
+from bench.turns import Contestant, Plan, Tally, alternate
 
 Medians = Mapping[str, Mapping[str, float]]  # contestant -> part of its step -> seconds
 
 FAKE_SIZES = (256, 1024, 4096)
 FULL = Plan(warmup_steps=2, num_rounds=12, steps_per_turn=1, extra_rounds=24, patience_s=600)
 QUICK = Plan(warmup_steps=1, num_rounds=1, steps_per_turn=1)  # each start of verl's workers takes many seconds
-FULL_JOB = Job(num_noops=500, num_items=200, num_rows=24, larger_teams=(8, 32), fakes=FAKE_SIZES)
-QUICK_JOB = Job(num_noops=200, num_items=50, num_rows=8, larger_teams=(4,), fakes=FAKE_SIZES)
+FULL_JOB = Job(num_noops=500, num_items=200, num_rows=24)
+QUICK_JOB = Job(num_noops=200, num_items=50, num_rows=8)
+# Apart from the others: dozens of processes at rest slow every call of their Ray.
+FULL_GROWTH = Job(num_noops=500, larger_teams=(8, 32), fakes=FAKE_SIZES)
+QUICK_GROWTH = Job(num_noops=200, larger_teams=(4,), fakes=FAKE_SIZES)
 
+OUR_PROGRAM = ("-m", "bench.contestants.practicum_controller")
 END_S = 3.0  # then they are killed: dozens of Ray's processes take their time to part, and leave nothing of worth
 
 
@@ -67,29 +71,33 @@ VARIANTS = (TENSORDICT, NUMPY)  # rows of their own, where a peer has them
 def run(options: Options) -> Outcome:
     """`--peer none` leaves verl out. Bare Ray stays: it shares our process."""
     peer = choose_peer(options.peer, ["verl"])
-    plan, job = (QUICK, QUICK_JOB) if options.quick else (FULL, FULL_JOB)
-    commands = {OURS: [sys.executable, "-m", "bench.contestants.practicum_controller", job.dump()]}
+    plan, job, growth_job = (QUICK, QUICK_JOB, QUICK_GROWTH) if options.quick else (FULL, FULL_JOB, FULL_GROWTH)
+    commands = {OURS: [sys.executable, *OUR_PROGRAM, job.dump()]}
     if peer is not None:
-        # Dozens of processes that each import torch would take minutes to start, and tell nothing about us. A large
-        # batch takes it many times as long as us, and it is sent in three ways.
-        peer_job = replace(job, fakes=(), larger_teams=(), num_rows=job.num_rows // 4)
+        # A large batch takes it many times as long as us, and it is sent in three ways.
+        peer_job = replace(job, num_rows=job.num_rows // 4)
         commands[peer.name] = [peer.python, "-m", f"bench.peers.{peer.name}_controller", peer_job.dump()]
-    with tempfile.TemporaryDirectory(prefix="bench-controller-") as folder, ExitStack() as stack:
-        contestants = [
-            stack.enter_context(Contestant(name, command, Path(folder), RAY_SETTINGS, end_s=END_S))
-            for name, command in commands.items()
-        ]
-        tallies = alternate(contestants, plan)
+    tallies = contest(commands, plan)
     medians = by_side(tally.parts() for tally in tallies.values())
-    growth = Growth.of(medians, job)
+    growing = contest({OURS: [sys.executable, *OUR_PROGRAM, growth_job.dump()]}, plan)
+    growth = Growth.of(by_side(tally.parts() for tally in growing.values()), growth_job)
     where = {
         "rounds": plan.num_rounds,
         "ray_settings": RAY_SETTINGS,
         **growth.as_dict(),
         "versions": {name: dict(tally.versions) for name, tally in tallies.items()},
-        "cpu_share_of_others": round(max(tally.others_share for tally in tallies.values()), 3),
+        "cpu_share_of_others": round(max(tally.others_share for tally in [*tallies.values(), *growing.values()]), 3),
     }
     return Outcome([*case_rows(medians), *growth.rows()], where)
+
+
+def contest(commands: Mapping[str, list[str]], plan: Plan) -> dict[str, Tally]:
+    with tempfile.TemporaryDirectory(prefix="bench-controller-") as folder, ExitStack() as stack:
+        contestants = [
+            stack.enter_context(Contestant(name, command, Path(folder), RAY_SETTINGS, end_s=END_S))
+            for name, command in commands.items()
+        ]
+        return alternate(contestants, plan)
 
 
 def by_side(contestants: Iterable[Mapping[str, float]]) -> dict[str, dict[str, float]]:

@@ -48,11 +48,14 @@ RAY_SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """How often a step repeats each call, and on which other numbers of workers the no-op is timed."""
+    """How often a step repeats each call, and on which other numbers of workers the no-op is timed.
+
+    Without batches nothing is started anew either: that is for the growth of the no-op alone.
+    """
 
     num_noops: int
-    num_items: int
-    num_rows: int
+    num_items: int = 0
+    num_rows: int = 0
     larger_teams: tuple[int, ...] = ()
     fakes: tuple[int, ...] = ()  # workers that live in the driver, to see what it spends on each itself
 
@@ -141,7 +144,7 @@ def take_steps(
             for size, noop in fakes.items():
                 _add(timings, part_of(FAKES, size), medians_s({next(iter(sides)): noop}, repeats(job, size)))
             ended_cpu_s = 0.0
-            for side, start in sides.items():
+            for side, start in sides.items() if job.num_rows else ():
                 timings[side][START], used_cpu_s = time_start(start)
                 ended_cpu_s += used_cpu_s
             parts = {
@@ -164,6 +167,8 @@ def time_calls(teams: Mapping[str, Team], job: Job) -> Timings:
     """Median seconds of each call, by name. Of each batch one is sent beforehand, to see that all of it comes back."""
     timings: Timings = {}
     _add(timings, NOOP, medians_s({side: team.noop for side, team in teams.items()}, job.num_noops))
+    if not job.num_rows:
+        return timings
     # In step: a team may set itself up for a batch just before it hands it out.
     for named in zip(*(team.batches() for team in teams.values()), strict=True):
         name = named[0][0]

@@ -15,8 +15,9 @@ import ray
 from bench.contestant import Line
 from bench.contestants.bare_ray import BareTeam
 from bench.controller_work import BARE, ITEMS, OURS, ROWS, Job, items, rows, start_ray, take_steps
-from practicum.controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker
-from practicum.controller.crew import Crew
+from practicum.controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, WorkerGroup
+from practicum.controller.crew import Crew, CrewPlan
+from practicum.controller.ray_group import Post
 
 Item = tuple[int, ...]
 
@@ -68,6 +69,14 @@ class FakeHost:
         return self._answer
 
 
+class FakeGroup(RayWorkerGroup[Echo]):
+    """A group as it is once its workers are up, around workers that were never started."""
+
+    def __init__(self, plan: CrewPlan, crew: Crew) -> None:
+        WorkerGroup.__init__(self, plan.name, plan.packed, plan.pool.world_size, 60.0, plan.meshes)
+        self._post = Post(plan, crew)
+
+
 def noop_on_fakes(num_workers: int) -> Callable[[], Any]:
     """The same call on fakes: all the driver does for each worker, but for handing the call over to Ray."""
     packed = RayClassWithInitArgs(Echo)
@@ -76,11 +85,9 @@ def noop_on_fakes(num_workers: int) -> Callable[[], Any]:
         answers = [answering.execute_rank_zero_async(Echo.noop).handles[0] for _ in range(num_workers)]
         ray.get(answers)
         answering.shutdown()
-    room: Any = SimpleNamespace(world_size=num_workers)
-    crew = Crew("fakes", packed, room, use_gpu=False, meshes={}, detached=False, start_timeout_s=60.0)
-    crew.hosts = [FakeHost(answer) for answer in answers]
-    group: RayWorkerGroup[Echo] = RayWorkerGroup.__new__(RayWorkerGroup)
-    group._take_over(crew, timeout_s=60.0)
+    room: Any = SimpleNamespace(world_size=num_workers, use_gpu=False)
+    plan = CrewPlan("fakes", packed, room, use_gpu=False, meshes={}, detached=False, start_timeout_s=60.0)
+    group = FakeGroup(plan, Crew(plan, [FakeHost(answer) for answer in answers], []))
     return lambda: group.execute_all(Echo.noop)
 
 

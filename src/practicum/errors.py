@@ -9,6 +9,7 @@ PracticumError
 ├── CheckpointError    a run folder that cannot be written, resumed or read
 ├── ResourceError      more processes or accelerators asked for than the machine or cluster has
 ├── CallError          a call to a group that cannot be made: its method, role, mesh or arguments
+├── ReplyError         replies of a call that ran but cannot be joined
 └── WorkerError        a worker raised; carries group, rank, node, pid and the remote traceback
     ├── WorkerDied     its process is gone
     │   └── NodeLost   and so is the machine it ran on
@@ -57,8 +58,13 @@ class CallError(PracticumError, ValueError):
     """A call to a group cannot be made as written. Nothing was sent to any worker."""
 
 
+class ReplyError(PracticumError, ValueError):
+    """All ranks have run the call, but their replies cannot be joined to one."""
+
+
 class WorkerError(PracticumError):
-    """A worker of a group failed. `cause` is the exception it raised, when that could be carried over."""
+    """A worker of a group failed. `cause` is the exception it raised, when that could be carried over; `others` are
+    failures of other ranks that came with it."""
 
     def __init__(
         self,
@@ -70,6 +76,7 @@ class WorkerError(PracticumError):
         pid: int | None = None,
         remote_traceback: str | None = None,
         cause: BaseException | None = None,
+        others: Sequence[WorkerError] = (),
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -79,6 +86,7 @@ class WorkerError(PracticumError):
         self.pid = pid
         self.remote_traceback = remote_traceback
         self.cause = cause
+        self.others = tuple(others)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_worker_error, (

@@ -128,7 +128,7 @@ def test_quick_and_full_runs_have_the_same_rows() -> None:
         found: list[Row] = [*controller.case_rows(medians), *controller.Growth.of(medians, job).rows()]
         return [(row.case, row.metric, row.peer_name) for row in found]
 
-    assert names(controller.QUICK_JOB) == names(controller.FULL_JOB)
+    assert names(controller.QUICK_GROWTH) == names(controller.FULL_GROWTH)
 
 
 def test_a_job_survives_the_command_line() -> None:
@@ -139,6 +139,10 @@ def test_calls_are_timed_by_name(stopped: Any) -> None:
     timings = time_calls({"one": stopped(SleepingTeam)(1), "other": stopped(SleepingTeam)(1)}, JOB)
     assert list(timings) == ["one", "other"]
     assert list(timings["one"]) == list(timings["other"]) == ["noop", "items", "rows quickly"]
+
+
+def test_a_job_without_batches_times_the_no_op_alone(stopped: Any) -> None:
+    assert list(time_calls({"us": stopped(SleepingTeam)(1)}, Job(num_noops=3))["us"]) == ["noop"]
 
 
 def test_parts_are_sorted_by_side() -> None:

@@ -1,12 +1,38 @@
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
+import pytest
+
 from practicum.controller import GroupFuture, join_batches, split_batch
+from practicum.errors import DeadlineError, WorkerDied, WorkerError
 
 
-def future(replies: list[Any], gather: Any) -> GroupFuture[Any]:
-    return GroupFuture([None] * len(replies), lambda: replies, gather)
+def future(replies: list[Any], gather: Any = list, upstream: Any = ()) -> GroupFuture[Any]:
+    return GroupFuture([None] * len(replies), lambda _: replies, 0.0, gather, upstream)
+
+
+def failing(error: WorkerError, upstream: Any = ()) -> GroupFuture[Any]:
+    def collect(_: float) -> list[Any]:
+        raise error
+
+    return GroupFuture([None], collect, 0.0, list, upstream)
+
+
+def test_the_failure_of_a_call_upstream_explains_the_one_below() -> None:
+    late = DeadlineError("down is late", group="down", ranks=[0])
+    died = WorkerDied("up died", group="up", ranks=[1])
+    assert future([1]).result() == [1]
+    for upstream, told in (([], late), ([future([1])], late), ([future([1]), failing(died)], died)):
+        with pytest.raises(WorkerError) as caught:
+            failing(late, upstream).result()
+        assert caught.value is told
+
+
+def test_a_future_inside_an_argument_is_refused_in_words() -> None:
+    with pytest.raises(TypeError, match="a future can be an argument of a call, but not be inside one"):
+        pickle.dumps([future([1])])
 
 
 def test_joined_replies_are_handed_on_one_by_one_when_the_numbers_agree() -> None:

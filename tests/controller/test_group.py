@@ -57,6 +57,11 @@ class Counter(Worker):
         if self.rank == rank:
             raise ConfigError(f"rank {rank} has had enough")
 
+    async def later(self) -> None: ...
+
+    def one_by_one(self) -> Iterator[int]:
+        yield 1
+
     def swallow(self, anything: Any) -> None:
         self.total = -1
 
@@ -252,6 +257,8 @@ def test_a_wrong_call_is_refused_before_anything_runs(counters: WorkerGroup[Coun
         (lambda: counters.execute_all(Counter.add, [1], more=2), "Counter.add: got an unexpected .*'more'"),  # type: ignore[call-arg]
         (lambda: counters.map(Counter.add, [[1]] * 5), "has 4 ranks, but 5 arguments came"),
         (lambda: counters.scatter(Counter.swallow, 3), "type int, cannot be split"),
+        (lambda: counters.execute_all(Counter.later), "Counter.later is async or a generator"),
+        (lambda: counters.execute_all(Counter.one_by_one), "Counter.one_by_one is async or a generator"),
     ]:
         with pytest.raises(CallError, match=match):
             refused()
@@ -276,7 +283,9 @@ def test_a_restarted_group_starts_from_its_arguments_and_its_views_follow(open_g
     assert group.execute_all(Counter.add, []) == [7, 8, 9, 10]
     assert view.execute_all(Counter.add, []) == [7, 9]
     assert group.execute_all(Counter.place)[3] == (3, 4, 3, 4, 0)
-    group.shutdown()
+    assert sorted(group.stacks()) == [0, 1, 2, 3]
+    with group:
+        pass  # its end is a shutdown
     with pytest.raises(WorkerDied, match="'phoenix' has been shut down"):
         view.execute_all(Counter.add, [])
     group.restart()
@@ -291,7 +300,7 @@ def test_methods_are_found_under_the_name_the_class_gives_them(open_group: Any) 
     assert group.execute_all(Worker.close) == [None] * NUM_RANKS
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), "5", None])
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf"), "5", None])
 def test_a_deadline_is_a_positive_number(counters: WorkerGroup[Counter], timeout_s: Any) -> None:
     with pytest.raises(CallError, match="'counters': timeout_s must be a positive number of seconds"):
         counters.with_timeout(timeout_s)

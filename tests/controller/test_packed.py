@@ -13,10 +13,10 @@ class Plain(Worker):
 
 def test_options_add_up_in_copies() -> None:
     first = RayClassWithInitArgs(Plain, 3).options(env={"A": "1"}, resources={"nvme": 1})
-    second = first.options(env={"B": "2"}, memory=1000)
+    second = first.options(env={"B": "2"}, max_pending_calls=9)
     assert (dict(first.env), dict(first.ray_options)) == ({"A": "1"}, {})
     assert (dict(second.env), dict(second.resources)) == ({"A": "1", "B": "2"}, {"nvme": 1})
-    assert dict(second.ray_options) == {"memory": 1000}
+    assert dict(second.ray_options) == {"max_pending_calls": 9}
     assert second.args == (3,)
 
 
@@ -26,9 +26,9 @@ def test_variables_that_tell_a_worker_its_place_are_protected(name: str) -> None
         RayClassWithInitArgs(Plain).options(env={name: "1", "HARMLESS": "1"})
 
 
-@pytest.mark.parametrize("name", ["num_gpus", "name", "max_restarts", "scheduling_strategy"])
+@pytest.mark.parametrize("name", ["num_gpus", "name", "max_restarts", "scheduling_strategy", "memory"])
 def test_options_that_decide_the_place_are_protected(name: str) -> None:
-    with pytest.raises(CallError, match=f"Plain: option {name} is set by the pool and the group"):
+    with pytest.raises(CallError, match=f"Plain: option {name} is set by the pool or the group"):
         RayClassWithInitArgs(Plain).options(**{name: 1})
 
 

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import ray
 
 from practicum.controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker
-from practicum.errors import CallError, ResourceError
+from practicum.errors import CallError, ResourceError, WorkerDied
 
 
 class Clerk(Worker):
@@ -42,8 +45,6 @@ def test_a_held_pool_makes_the_next_wait_until_its_deadline(ray_session: None) -
 
 
 def test_the_one_who_waits_gets_the_ground_when_it_is_released(ray_session: None) -> None:
-    import threading
-
     held = RayResourcePool([num_cpus()])
     threading.Timer(0.5, held.release).start()
     with RayResourcePool([num_cpus()], timeout_s=20) as pool:
@@ -58,7 +59,8 @@ def test_pools_are_split_and_merged_and_the_ground_stays_with_its_owner(ray_sess
         both = RayWorkerGroup(second.merge(first), RayClassWithInitArgs(Clerk), name="both")
         assert left.execute_all(Clerk.desk) == right.execute_all(Clerk.desk) == [(0, 1)]
         assert both.execute_all(Clerk.desk) == [(0, 2), (1, 2)]
-        assert [place.tenants for place in pool.places] == [["left", "both"], ["right", "both"]]
+        tenants = [[name for name, _ in place.tenants] for place in pool.places]
+        assert tenants == [["left", "both"], ["right", "both"]]
         first.release()  # only looks at the ground
         assert left.execute_all(Clerk.desk) == [(0, 1)]
         for group in (left, right, both):
@@ -66,6 +68,19 @@ def test_pools_are_split_and_merged_and_the_ground_stays_with_its_owner(ray_sess
     with pytest.raises(ResourceError, match="pool has been released"):
         RayWorkerGroup(first, RayClassWithInitArgs(Clerk))
     pool.release()  # twice does no harm
+
+
+def test_a_group_whose_pool_is_released_says_so(ray_session: None) -> None:
+    with RayResourcePool([1], resources_per_process={"CPU": 0.5}) as pool:
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Clerk), name="homeless")
+        group.execute_all(Clerk.desk)
+    deadline = time.monotonic() + 20
+    with pytest.raises(WorkerDied, match=r"'homeless': rank 0 .*its pool was released"):
+        while time.monotonic() < deadline:
+            group.execute_all(Clerk.desk)
+    with pytest.raises(ResourceError, match="pool has been released"):
+        group.restart()
+    group.shutdown()
 
 
 def test_wrong_splits_and_merges_are_refused(ray_session: None) -> None:
@@ -80,10 +95,19 @@ def test_wrong_splits_and_merges_are_refused(ray_session: None) -> None:
             pool.merge(other)
 
 
-@pytest.mark.parametrize("count", range(1, 30))
+@pytest.mark.parametrize("count", [1, 3, 7])
 def test_the_shares_of_a_process_never_exceed_the_whole(ray_session: None, count: int) -> None:
     with RayResourcePool([1], max_colocate_count=count) as pool:
         assert round(pool.share("CPU") * 10_000) * count <= 10_000
+
+
+def test_what_one_group_holds_another_cannot_have(ray_session: None) -> None:
+    with RayResourcePool([1], resources_per_process={"CPU": 0.5, "memory": 2e8}, max_colocate_count=3) as pool:
+        pool.claim("first", {"memory": 1.5e8})
+        with pytest.raises(ResourceError, match=r"'second' asks for 1e\+08 memory per process, place 0 .*has 5e\+07"):
+            pool.claim("second", {"memory": 1e8})
+        pool.vacate("first")
+        pool.claim("second", {"memory": 1e8})
 
 
 @pytest.mark.parametrize("process_on_nodes", [[], [0], [-1, 2]])

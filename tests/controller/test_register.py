@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 WORKER = """
-import sys
+import ray, sys
 from practicum.controller import Mesh, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, ray_cluster
-from practicum.errors import CallError, ResourceError
+from practicum.errors import CallError, ResourceError, WorkerDied
 
 class Diary(Worker):
     def __init__(self): self.lines = []
@@ -43,7 +43,9 @@ with ray_cluster({address!r}):
     assert group.mesh("pair").execute_all(Diary.write, "third") == [["first", "second", "third"]]
     refused(lambda: RayWorkerGroup.attach("diaries", Other), CallError)
     refused(lambda: RayWorkerGroup.attach("dairies", Diary), ResourceError)
+    left_behind = RayWorkerGroup.attach("diaries", Diary)
     group.restart()
+    refused(left_behind.shutdown, WorkerDied)
     assert RayWorkerGroup.attach("diaries", Diary).execute_all(Diary.write, "new") == [["new"]] * 2
     print(*group.execute_all(Diary.pid))
 """
@@ -86,17 +88,49 @@ def drive(code: str, address: str, kill: bool = False) -> list[str]:
 def test_a_detached_group_outlives_its_driver_and_is_found_by_name(cluster_address: str) -> None:
     runs_already, needs_pool, pids = drive(START, cluster_address, kill=True)
     assert runs_already.startswith("a detached group 'diaries' runs already")
-    assert needs_pool.startswith("detached group 'x' needs a detached pool")
+    assert needs_pool.startswith("detached group 'x' needs a whole detached pool")
     first = [psutil.Process(int(pid)) for pid in pids.split()]
     assert all(process.is_running() for process in first)
-    wrong_class, wrong_name, pids = drive(GO_ON, cluster_address)
+    wrong_class, wrong_name, stale, pids = drive(GO_ON, cluster_address)
     assert wrong_class == "group 'diaries' is of class Diary, not Other"
     assert wrong_name == "no detached group 'dairies' runs in this cluster; those written down: diaries"
+    assert stale == "detached group 'diaries' was started anew by another driver: attach to it again"
     assert not psutil.wait_procs(first, timeout=10)[1]
     second = [psutil.Process(int(pid)) for pid in pids.split()]
     (gone,) = drive(END, cluster_address)
     assert "those written down: none" in gone
     assert not psutil.wait_procs(second, timeout=10)[1]
+
+
+CUT_OFF = """
+class Slow(Diary):
+    def __init__(self):
+        import time; time.sleep(60)
+with ray_cluster({address!r}):
+    import os, threading
+    pool = RayResourcePool([2], resources_per_process={{"CPU": 0.5}}, detached=True)
+    threading.Timer(3, lambda: os.kill(os.getpid(), 9)).start()
+    RayWorkerGroup(pool, RayClassWithInitArgs(Slow), name="diaries", detached=True, start_timeout_s=5)
+"""
+AFTER_IT = """
+with ray_cluster({address!r}):
+    import time
+    refused(lambda: RayWorkerGroup.attach("diaries", Diary), ResourceError)
+    time.sleep(3)
+    pool = RayResourcePool([2], resources_per_process={{"CPU": 0.5}}, detached=True, timeout_s=60)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Diary), name="diaries", detached=True)
+    assert group.execute_all(Diary.write, "new") == [["new"]] * 2
+    group.shutdown()
+    pool.release()
+    print(int(ray.available_resources()["CPU"] * 10) == int(ray.cluster_resources()["CPU"] * 10))
+"""
+
+
+@pytest.mark.slow
+def test_what_a_driver_killed_during_the_start_left_is_cleared_away(cluster_address: str) -> None:
+    assert drive(CUT_OFF, cluster_address, kill=True) == []
+    not_ready, _ = drive(AFTER_IT, cluster_address)
+    assert not_ready == "detached group 'diaries' is not ready: its start has not ended, or was cut off"
 
 
 @pytest.mark.slow

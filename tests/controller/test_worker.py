@@ -18,4 +18,5 @@ def test_the_environment_is_what_torch_looks_for() -> None:
     context = WorkerContext("group", rank=3, world_size=4, local_rank=1, master_address="10.0.0.1", master_port=99)
     environment = context.environment()
     assert (environment["RANK"], environment["WORLD_SIZE"], environment["LOCAL_RANK"]) == ("3", "4", "1")
+    assert context.environment(sees_one_device=True)["LOCAL_RANK"] == "0"  # the only one it can use
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.0.0.1", "99")

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from practicum.errors import CallError
+from practicum.errors import CallError, ReplyError
 
 B = TypeVar("B")
 
@@ -33,25 +33,24 @@ def split_batch(batch: B, parts: int) -> list[B]:
 
 
 def join_batches(replies: Sequence[B]) -> B:
-    """Replies end to end, in order, in the form they have: lists, tuples, arrays, or mappings of these. None if all
-    are None."""
+    """Replies end to end, in order, in the form they have: lists, arrays, mappings of these; None if all are None."""
     first: Any = replies[0]
     joined: Any
     if any(type(reply) is not type(first) for reply in replies):
         kinds = ", ".join(sorted({type(reply).__name__ for reply in replies}))
-        raise CallError(f"replies of different types cannot be joined: {kinds}")
+        raise ReplyError(f"replies of different types cannot be joined: {kinds}")
     if first is None:
         joined = None
     elif isinstance(first, np.ndarray):
         joined = np.concatenate(replies)  # type: ignore[arg-type]
-    elif isinstance(first, list | tuple):
-        joined = type(first)(itertools.chain.from_iterable(replies))  # type: ignore[arg-type]
+    elif isinstance(first, list):
+        joined = list(itertools.chain.from_iterable(replies))  # type: ignore[arg-type]
     elif isinstance(first, Mapping):
         if any(reply.keys() != first.keys() for reply in replies):  # type: ignore[attr-defined]
-            raise CallError("replies with different keys cannot be joined")
+            raise ReplyError("replies with different keys cannot be joined")
         joined = {key: join_batches([reply[key] for reply in replies]) for key in first}  # type: ignore[index]
     else:
-        raise CallError(
+        raise ReplyError(
             f"replies of type {type(first).__name__} cannot be joined: return a list or an array, "
             "or call scatter_with and give it a gather of your own"
         )

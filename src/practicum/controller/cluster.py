@@ -20,10 +20,11 @@ from practicum.errors import ResourceError
 
 
 @contextmanager
-def ray_cluster(address: str | None = None) -> Iterator[None]:
+def ray_cluster(address: str | None = None, *, show_output: bool = False) -> Iterator[None]:
     """Ray for the time of a `with` block: joined at `address`, or at RAY_ADDRESS, or else started on this machine.
 
-    Processes started here end with the block; a Ray that was already up stays up.
+    Processes started here end with the block; a Ray that was already up stays up. `show_output` brings what workers
+    print to the driver's output; otherwise it is in Ray's log files.
     """
     if ray.is_initialized():
         yield
@@ -48,7 +49,7 @@ def ray_cluster(address: str | None = None) -> Iterator[None]:
                     address=address or "local",
                     include_dashboard=None if address else False,
                     logging_level=logging.ERROR,
-                    log_to_driver=False,
+                    log_to_driver=show_output,
                 )
         except (ConnectionError, RuntimeError, ValueError) as error:
             where = f"join the Ray cluster at {address!r}" if address else "start Ray on this machine"

@@ -1,7 +1,10 @@
 """The processes of a group: one Ray actor per place of the pool, started by a handshake, watched while they work.
 
-start   hosts ─ seat (node, pid, port) ─▶ places known ─ build (class, arguments, context) ─▶ ready
-call    references ─▶ collect: all replies | the first failure, with its rank | the deadline, with all stacks
+    CrewPlan.start   hosts ─ seat (node, pid, port) ─▶ places known ─ build (class, arguments, context) ─▶ Crew
+    Crew.collect     references ─▶ all replies | the first failure, with its rank | the deadline, with all stacks
+
+A crew is known to others only once it is complete, and never changes: a group that restarts gets another one, and calls
+under way keep the one they were made to.
 """
 
 from __future__ import annotations
@@ -9,13 +12,22 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from practicum.controller.host import Seat, host_class
@@ -23,19 +35,21 @@ from practicum.controller.mesh import Mesh
 from practicum.controller.packed import RayClassWithInitArgs
 from practicum.controller.pool import Place, RayResourcePool
 from practicum.controller.stacks import fold_stacks, name_ranks, read_stacks
-from practicum.controller.wire import Payload, pack_arguments
+from practicum.controller.wire import pack_arguments
 from practicum.controller.worker import WorkerContext
-from practicum.errors import DeadlineError, NodeLost, WorkerDied, WorkerError
+from practicum.errors import DeadlineError, NodeLost, ResourceError, WorkerDied, WorkerError
 
 NAMESPACE = "practicum"
-# When one rank fails, others often follow at once: its peers in a collective, or all by the same mistake. Waiting this
-# long for them tells the one that died from those that only noticed.
-_ECHO_S = 0.2
+# When one rank fails, others often follow: its peers in a collective, or all by the same mistake. Waiting this long for
+# them tells the one that died from those that only noticed.
+_ECHO_S = 0.4
+_ARRIVAL_S = 5.0  # for a reply that is there to reach the driver
+_MOST_RANKS_NAMED = 8
 
 
-@dataclass(slots=True)
-class Crew:
-    """What it takes to start the processes, and the processes once started."""
+@dataclass(frozen=True, slots=True)
+class CrewPlan:
+    """All it takes to start the processes of a group, once or again."""
 
     name: str
     packed: RayClassWithInitArgs[Any]
@@ -44,77 +58,46 @@ class Crew:
     meshes: Mapping[str, Mesh]
     detached: bool
     start_timeout_s: float
-    hosts: list[Any] = field(default_factory=list)
-    seats: list[Seat] = field(default_factory=list)
-    _has_place: bool = False
-    _dismissed: set[str] = field(default_factory=set)  # actors that were ended on purpose
 
-    def start(self) -> None:
+    def start(self) -> Crew:
         """Start the processes and build the workers in them; if anything fails, none is left."""
         deadline = time.monotonic() + self.start_timeout_s
-        packed = self._pack()
+        init = f"{self.packed.cls.__name__}.__init__"
+        payload = pack_arguments(self.packed, init, self.packed.by_name)
         self.pool.claim(self.name, self.packed.resources)
-        self._has_place = True
+        crew = Crew(self, [], [])
         try:
-            while not self._are_seated(deadline):
-                self._kill()
-            ranks = range(len(self.hosts))
-            packed_ref = ray.put(packed)
+            while not (crew := self._seated(deadline)).seats:
+                crew.kill()
+            shared = ray.put(payload)
             building = [
-                host.build_packed.remote(packed_ref, context)
-                for host, context in zip(self.hosts, self._contexts(), strict=True)
+                host.build_packed.remote(shared, context)
+                for host, context in zip(crew.hosts, self._contexts(crew.seats), strict=True)
             ]
-            self.collect(building, ranks, f"{self.packed.cls.__name__}.__init__", deadline)
+            crew.collect(building, range(len(building)), init, deadline)
+            return crew
         except BaseException:
-            self.end()
+            crew.end()
             raise
 
-    def end(self) -> None:
-        self._kill()
-        if self._has_place:
-            self._has_place = False
-            self.pool.vacate(self.name)
-
-    def collect(self, refs: Sequence[Any], ranks: Sequence[int], what: str, deadline: float) -> list[Any]:
-        """All replies in order. Ray gives up the wait at the first failure, whoever else is still busy."""
-        try:
-            replies: list[Any] = ray.get(list(refs), timeout=max(0.0, deadline - time.monotonic()))
-        except GetTimeoutError:
-            raise self._late(refs, ranks, what) from None
-        except RayError as error:
-            raise self._first_failure(refs, ranks, what, error) from None
-        return replies
-
-    def stacks(self) -> dict[int, str]:
-        """What the process of each rank is doing now."""
-        return read_stacks({rank: seat.stack for rank, seat in enumerate(self.seats)})
-
-    def whereabouts(self, rank: int) -> str:
-        return f"rank {rank} ({self.seats[rank]})" if self.seats else f"rank {rank}"
-
-    def _kill(self) -> None:
-        if ray.is_initialized():  # else they have ended with it
-            for host in self.hosts:
-                ray.kill(host)
-        self._dismissed |= {host._actor_id.hex() for host in self.hosts}
-        self.hosts, self.seats = [], []
-
-    def _are_seated(self, deadline: float) -> bool:
-        """Start the processes. False if a node turns out to be gone: Ray, which takes seconds to notice, then looks
-        for another."""
+    def _seated(self, deadline: float) -> Crew:
+        """Processes that have told where they came up. Without seats if a node turns out to be gone: Ray, which takes
+        seconds to notice, then looks for another."""
         self.pool.wait_until_whole(deadline)
+        if self.detached:
+            wait_until_free(self.name, deadline)
         actor = ray.remote(host_class(self.packed))
-        self.hosts = [self._host(actor, rank, place) for rank, place in enumerate(self.pool.places)]
+        crew = Crew(self, [], [])
         try:
-            seats = [host.seat.remote() for host in self.hosts]
-            self.seats = self.collect(seats, range(len(seats)), "the start of its process", deadline)
+            for rank, place in enumerate(self.pool.places):
+                crew.hosts.append(self._host(actor, rank, place))
+            asked = [host.seat.remote() for host in crew.hosts]
+            return Crew(self, crew.hosts, crew.collect(asked, range(len(asked)), "the start of its process", deadline))
         except NodeLost:
-            return False
-        return True
-
-    def _pack(self) -> Payload:
-        packed = self.packed
-        return pack_arguments(packed, f"{packed.cls.__name__}.__init__", packed.by_name)
+            return crew
+        except BaseException:
+            crew.kill()
+            raise
 
     def _host(self, actor: Any, rank: int, place: Place) -> Any:
         packed, pool = self.packed, self.pool
@@ -129,113 +112,217 @@ class Crew:
             num_gpus=pool.share("GPU") if self.use_gpu else 0,
             resources=dict(packed.resources),
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                place.ground.group, placement_group_bundle_index=place.bundle
+                place.ground.reserved, placement_group_bundle_index=place.bundle
             ),
             **options,
         ).remote(sys.path)
 
-    def _contexts(self) -> list[WorkerContext]:
-        on_node = Counter(seat.node_id for seat in self.seats)
+    def _contexts(self, seats: Sequence[Seat]) -> list[WorkerContext]:
+        on_node = Counter(seat.node_id for seat in seats)
         node_ranks = {node: index for index, node in enumerate(on_node)}  # in the order of their first rank
         next_local_rank = {node: itertools.count() for node in on_node}
         return [
             WorkerContext(
                 group=self.name,
                 rank=rank,
-                world_size=len(self.seats),
+                world_size=len(seats),
                 local_rank=next(next_local_rank[seat.node_id]),
                 local_world_size=on_node[seat.node_id],
                 node_rank=node_ranks[seat.node_id],
-                master_address=self.seats[0].address,
-                master_port=self.seats[0].free_port,
+                master_address=seats[0].address,
+                master_port=seats[0].free_port,
                 meshes=self.meshes,
             )
-            for rank, seat in enumerate(self.seats)
+            for rank, seat in enumerate(seats)
         ]
 
-    def _late(self, refs: Sequence[Any], ranks: Sequence[int], what: str) -> WorkerError:
-        _, pending = ray.wait(list(refs), num_returns=len(refs), timeout=0)
-        unanswered = set(pending) or {refs[-1]}  # the last may have come in just now: late all the same
-        late = [rank for ref, rank in zip(refs, ranks, strict=True) if ref in unanswered]
+
+class Crew:
+    """Processes that were started together."""
+
+    def __init__(self, plan: CrewPlan, hosts: list[Any], seats: list[Seat]) -> None:
+        self.plan = plan
+        self.hosts = hosts
+        self.seats = seats
+        self.id = uuid.uuid4().hex
+        self._cluster = _cluster_id()
+        self._is_dismissed = False
+
+    @classmethod
+    def found(cls, plan: CrewPlan, hosts: list[Any], seats: list[Seat], crew_id: str) -> Crew:
+        """A crew that another driver has started."""
+        crew = cls(plan, hosts, seats)
+        crew.id = crew_id
+        return crew
+
+    def end(self) -> None:
+        """Kill the processes and leave the pool. Safe to call twice."""
+        if not self._is_dismissed:
+            self._is_dismissed = True
+            self.plan.pool.vacate(self.plan.name)
+            self.kill()
+
+    def kill(self) -> None:
+        if self.is_reachable:  # else they have ended with their cluster
+            for host in self.hosts:
+                ray.kill(host)
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether the driver is still connected to the cluster the processes are in."""
+        return ray.is_initialized() and self._cluster == _cluster_id()
+
+    def collect(self, refs: Sequence[Any], ranks: Sequence[int], what: str, deadline: float) -> list[Any]:
+        """All replies in order. Ray gives up the wait at the first failure, whoever else is still busy."""
+        if not self.is_reachable:
+            raise WorkerDied(f"group {self.plan.name!r}: its Ray has ended, and {what} with it", **self._of(ranks))
+        try:
+            return list(ray.get(list(refs), timeout=max(0.0, deadline - time.monotonic())))
+        except GetTimeoutError:
+            _, pending = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)
+            if not pending:  # they have come just now, or are on their way from other nodes
+                return self._arriving(refs, ranks, what)
+            unanswered = set(pending)
+            raise self._late([r for ref, r in zip(refs, ranks, strict=True) if ref in unanswered], what) from None
+        except RayError as error:
+            raise self._first_failure(refs, ranks, what, error) from None
+
+    def _arriving(self, refs: Sequence[Any], ranks: Sequence[int], what: str) -> list[Any]:
+        try:
+            return list(ray.get(list(refs), timeout=_ARRIVAL_S))
+        except GetTimeoutError:
+            raise self._late(ranks, f"{what} is done, but the way of its replies") from None
+        except RayError as error:
+            raise self._first_failure(refs, ranks, what, error) from None
+
+    def stacks(self) -> dict[int, str]:
+        """What the process of each rank is doing now."""
+        return read_stacks({rank: seat.stack for rank, seat in enumerate(self.seats)})
+
+    @cached_property
+    def _actor_ids(self) -> frozenset[str]:
+        return frozenset(host._actor_id.hex() for host in self.hosts)
+
+    def _of(self, ranks: Sequence[int]) -> dict[str, Any]:
+        """Who an error is about."""
+        seat = self.seats[ranks[0]] if self.seats and len(ranks) == 1 else None
+        place = {"node": seat.address, "pid": seat.pid} if seat else {}
+        return {"group": self.plan.name, "ranks": ranks, **place}
+
+    def _whereabouts(self, ranks: Sequence[int]) -> str:
+        if not self.seats or len(ranks) > _MOST_RANKS_NAMED:
+            return name_ranks(ranks)
+        return ", ".join(f"rank {rank} ({self.seats[rank]})" for rank in ranks)
+
+    def _late(self, ranks: Sequence[int], what: str) -> WorkerError:
         stacks = self.stacks()
         shown = f" What they were doing:\n{fold_stacks(stacks)}" if stacks else ""
         return DeadlineError(
-            f"group {self.name!r}: {what} passed its deadline; no answer from "
-            f"{', '.join(map(self.whereabouts, late))}.{shown}",
-            group=self.name,
-            ranks=late,
+            f"group {self.plan.name!r}: {what} passed its deadline; no answer from {self._whereabouts(ranks)}.{shown}",
             stacks=stacks,
+            **self._of(ranks),
         )
 
-    def _first_failure(self, refs: Sequence[Any], ranks: Sequence[int], what: str, error: RayError) -> WorkerError:
-        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_ECHO_S)
+    def _first_failure(self, refs: Sequence[Any], ranks: Sequence[int], what: str, first: RayError) -> WorkerError:
+        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_ECHO_S, fetch_local=False)
         rank_of = dict(zip(refs, ranks, strict=True))
         failures = [failure for ref in ready if (failure := self._failure(ref, rank_of[ref], what))]
         if not failures:  # what Ray could not fetch a moment ago it can now
-            return self._error(f"or another rank could not hand over the answer of {what}: {error}", ranks[0])
-        failures.sort(key=lambda failure: (not isinstance(failure, WorkerDied), failure.ranks))
+            return WorkerError(f"group {self.plan.name!r}: {what} failed: {first}", **self._of(ranks))
+        cause = getattr(first, "cause", None)
+        came_first = cause.ranks if isinstance(cause, WorkerError) else ()
+        # A death explains what others raise; of those who raised, the one that did so first explains the most.
+        failures.sort(key=lambda one: (not isinstance(one, WorkerDied), one.ranks != came_first, one.ranks))
         return _with_company(failures)
 
     def _failure(self, ref: Any, rank: int, what: str) -> WorkerError | None:
         try:
-            ray.get(ref)
-        except RayActorError as error:
-            return self._death(error, rank, what)
+            ray.get(ref, timeout=_ARRIVAL_S)
         except RayTaskError as error:
             if isinstance(error.cause, WorkerError):
                 return error.cause
-            if isinstance(error.cause, RayActorError):
+            if isinstance(error.cause, RayActorError | OutOfMemoryError):
                 return self._death(error.cause, rank, what)
             # Raised around the method, not in it.
             doing = f"take the arguments or hand over the answer of {what}"
-            return self._error(f"could not {doing}: {type(error.cause).__name__}: {error.cause}", rank, str(error))
+            return self._error(f"could not {doing}: {type(error.cause).__name__}: {error.cause}", rank, error)
+        except (RayActorError, OutOfMemoryError) as error:
+            return self._death(error, rank, what)
         except RayError as error:
-            return self._error(f"could not run {what}: {error}", rank)
+            return self._error(f"could not run {what}: {error}", rank, error)
         return None
 
-    def _death(self, error: RayActorError, rank: int, what: str) -> WorkerError:
-        if error.actor_id in self._dismissed:
-            text = f"group {self.name!r}: rank {rank} was ended by a restart or shutdown before it answered {what}"
-            return WorkerDied(text, group=self.name, ranks=[rank])
-        if error.actor_id not in {None, *(host._actor_id.hex() for host in self.hosts)}:
-            return self._error(f"did not get the arguments of {what}: the worker they come from has died", rank)
-        seat = self.seats[rank] if self.seats else None
-        lost = _is_node_lost(error)
-        reason = (
-            "its node is gone or cannot be reached" if lost else "its process was killed, ran out of memory or crashed"
-        )
-        return (NodeLost if lost else WorkerDied)(
-            f"group {self.name!r}: {self.whereabouts(rank)} died during {what}: {reason}. "
+    def _death(self, error: RayError, rank: int, what: str) -> WorkerError:
+        actor_id = getattr(error, "actor_id", None)
+        if actor_id is not None and actor_id not in self._actor_ids:
+            return self._error(f"did not get the arguments of {what}: the worker they come from has died", rank, error)
+        if self._is_dismissed:
+            text = f"group {self.plan.name!r}: rank {rank} was ended by a restart or shutdown before it answered {what}"
+            return WorkerDied(text, **self._of([rank]))
+        kind, reason = WorkerDied, "its process was killed, ran out of memory or crashed"
+        if not self.plan.pool.is_held:
+            reason = "its pool was released"
+        elif _is_node_lost(error):
+            kind, reason = NodeLost, "its node is gone or cannot be reached"
+        elif isinstance(error, OutOfMemoryError):
+            reason = "its process was ended because its node ran out of memory"
+        return kind(
+            f"group {self.plan.name!r}: {self._whereabouts([rank])} died during {what}: {reason}. "
             "restart() brings the group back.",
-            group=self.name,
-            ranks=[rank],
-            node=seat.address if seat else None,
-            pid=seat.pid if seat else None,
+            remote_traceback=str(error),
+            **self._of([rank]),
         )
 
-    def _error(self, text: str, rank: int, remote_traceback: str | None = None) -> WorkerError:
-        message = f"group {self.name!r}: {self.whereabouts(rank)} {text}"
-        return WorkerError(message, group=self.name, ranks=[rank], remote_traceback=remote_traceback)
+    def _error(self, text: str, rank: int, error: RayError) -> WorkerError:
+        message = f"group {self.plan.name!r}: {self._whereabouts([rank])} {text}"
+        return WorkerError(message, remote_traceback=str(error), **self._of([rank]))
 
 
 def actor_name(group: str, rank: int) -> str:
+    """Under which Ray knows a worker of a detached group."""
     return f"{group}/{rank}"
 
 
+def is_taken(name: str) -> bool:
+    """Whether workers of a detached group of that name live."""
+    try:
+        ray.get_actor(actor_name(name, 0), namespace=NAMESPACE)
+    except ValueError:
+        return False
+    return True
+
+
+def wait_until_free(name: str, deadline: float) -> None:
+    """Until Ray has let go of the workers of a detached group that were just killed."""
+    while is_taken(name):
+        if time.monotonic() > deadline:
+            raise ResourceError(f"the workers of detached group {name!r} do not end, so that its name stays taken")
+        time.sleep(0.02)
+
+
+def _cluster_id() -> str | None:
+    """Of the cluster this driver is connected to; another after each connection."""
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return f"{context.gcs_address}/{context.get_job_id()}"
+
+
 def _with_company(failures: Sequence[WorkerError]) -> WorkerError:
-    """The first failure; if others failed in the same way, it names them too."""
-    first = failures[0]
+    """The first failure; it names those who failed like it, and carries them all."""
+    first, *others = failures
     same = {
-        rank for other in failures if (type(other), other.group) == (type(first), first.group) for rank in other.ranks
+        rank for other in others if (type(other), other.group) == (type(first), first.group) for rank in other.ranks
     }
     same -= set(first.ranks)
+    first.others = tuple(others)
     if same:
         first.ranks = (*first.ranks, *sorted(same))
-        first.message += f" [{name_ranks(same)} failed too]"
+        first.message += f" [{name_ranks(sorted(same))} failed too]"
         first.args = (first.message,)
     return first
 
 
-def _is_node_lost(error: RayActorError) -> bool:
+def _is_node_lost(error: RayError) -> bool:
     """Ray first only knows that nobody answers on the other machine, and later that its node is dead."""
     return isinstance(error, ActorUnavailableError) or "because its node has died" in str(error)

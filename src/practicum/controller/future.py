@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from practicum.controller.batch import join_batches, split_batch
+from practicum.errors import WorkerError
 
 Out = TypeVar("Out", covariant=True)  # a future list of samples is a future sequence of them
 Gather = Callable[[list[Any]], Any]
@@ -19,15 +21,41 @@ class GroupFuture(Generic[Out]):
     or the list of `map` it is passed as it is; elsewhere `future.forward()` keeps the type checker content.
     """
 
-    def __init__(self, handles: Sequence[Any], replies: Callable[[], list[Any]], gather: Gather) -> None:
+    def __init__(
+        self,
+        handles: Sequence[Any],
+        collect: Callable[[float], list[Any]],
+        deadline: float,
+        gather: Gather,
+        upstream: Sequence[GroupFuture[Any]] = (),
+    ) -> None:
+        """`collect` waits for the replies until a time of the monotonic clock; `upstream` are futures among the
+        arguments."""
         self.handles = handles
-        """One per reply: a Ray reference, or None for a reply that is in this process."""
+        """One per reply; Ray's references if it is a Ray group's."""
         self.gather = gather
-        self._replies = replies
+        self._collect = collect
+        self._deadline = deadline
+        self._upstream = upstream
+        self._received: list[Any] | None = None
 
     def result(self) -> Out:
-        """Wait for all replies. Raises the first failure, or `DeadlineError`."""
-        return cast(Out, self.gather(self._replies()))
+        """Wait for all replies. Raises the first failure, or `DeadlineError`; if it is the failure of a call that an
+        argument comes from, that one's."""
+        return cast(Out, self.gather(self._replies(self._deadline)))
+
+    def _replies(self, deadline: float) -> list[Any]:
+        if self._received is None:
+            try:
+                self._received = self._collect(deadline)
+            except WorkerError:
+                for future in self._upstream:
+                    future._replies(time.monotonic())
+                raise
+        return self._received
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a future can be an argument of a call, but not be inside one")
 
     def forward(self) -> Out:
         """The future itself, typed as its result, to stand for it among the arguments of another call."""
@@ -42,14 +70,14 @@ class GroupFuture(Generic[Out]):
         if (self.gather, split) == (join_batches, split_batch) and len(self.handles) == parts:
             return self.each()
         return [
-            GroupFuture(self.handles, self._replies, GatherAndCut(self.gather, split, part, parts))
+            GroupFuture(self.handles, self._replies, self._deadline, GatherAndCut(self.gather, split, part, parts))
             for part in range(parts)
         ]
 
     def each(self) -> list[GroupFuture[Any]]:
         """A future for each reply."""
         return [
-            GroupFuture([handle], lambda index=index: self._replies()[index : index + 1], only)  # type: ignore[misc]
+            GroupFuture([handle], lambda deadline, i=index: [self._replies(deadline)[i]], self._deadline, only)  # type: ignore[misc]
             for index, handle in enumerate(self.handles)
         ]
 

@@ -18,10 +18,12 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
 from practicum.controller.batch import join_batches, split_batch
@@ -178,6 +180,16 @@ class WorkerGroup(ABC, Generic[W]):
         view._worker_class = found
         return view
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.shutdown()
+
+    @abstractmethod
+    def stacks(self) -> dict[int, str]:
+        """What each rank is doing now: its Python stack, also while it is busy with a call."""
+
     @abstractmethod
     def restart(self) -> None:
         """End the workers and start them anew in the same places. What they held in memory is lost."""
@@ -187,12 +199,13 @@ class WorkerGroup(ABC, Generic[W]):
         """End the workers. Safe to call twice."""
 
     @abstractmethod
-    def _send(self, call: Call, ranks: Sequence[int], answering: Sequence[int]) -> list[Any]:
-        """Start a call on some ranks and return a handle for each. Nothing is sent if anything cannot be."""
+    def _send(
+        self, call: Call, ranks: Sequence[int], answering: Sequence[int]
+    ) -> tuple[Sequence[Any], Callable[[float], list[Any]]]:
+        """Start a call on some ranks: a handle for each, and a function that waits for all replies until a deadline.
 
-    @abstractmethod
-    def _collect(self, handles: Sequence[Any], ranks: Sequence[int], what: str, deadline: float) -> list[Any]:
-        """All replies in order; raises the first failure to arrive, or `DeadlineError` at the deadline."""
+        That raises the first failure to arrive, or `DeadlineError`. Nothing is sent if anything cannot be.
+        """
 
     def _start(
         self,
@@ -204,14 +217,16 @@ class WorkerGroup(ABC, Generic[W]):
         deadline = time.monotonic() + self._timeout_s
         ranks = range(self.world_size) if ranks is None else ranks
         answering = self._mesh.answering_ranks() if answering is None else answering
-        handles = self._send(call, ranks, answering)
+        handles, collect = self._send(call, ranks, answering)
         kept = [ranks.index(rank) for rank in answering]
 
-        def replies() -> list[Any]:
-            received = self._collect(handles, ranks, call.what, deadline)
+        def replies(deadline: float) -> list[Any]:
+            received = collect(deadline)
             return [received[index] for index in kept]
 
-        return GroupFuture([handles[index] for index in kept], replies, gather)
+        arguments = (*call.args, *call.kwargs.values(), *(() if call.own is None else call.own))
+        upstream = [value for value in arguments if isinstance(value, GroupFuture)]
+        return GroupFuture([handles[index] for index in kept], replies, deadline, gather, upstream)
 
     def _call(
         self,
@@ -236,6 +251,8 @@ def _method_name(cls: type[Worker], method: Callable[..., Any], num_positional: 
     if not found:
         raise TypeError(f"{getattr(method, '__qualname__', repr(method))} is not a method of {cls.__name__}")
     name = found[0]
+    if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+        raise TypeError(f"{cls.__name__}.{name} is async or a generator: a worker's method returns its answer")
     try:
         inspect.signature(method).bind(None, *[None] * num_positional, **dict.fromkeys(names))
     except TypeError as error:
@@ -244,6 +261,6 @@ def _method_name(cls: type[Worker], method: Callable[..., Any], num_positional: 
 
 
 def positive_seconds(value: float, name: str, group: str) -> float:
-    if not isinstance(value, int | float) or not value > 0:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
         raise CallError(f"group {group!r}: {name} must be a positive number of seconds, not {value!r}")
     return value

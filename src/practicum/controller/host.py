@@ -44,10 +44,7 @@ class WorkerHost:
     def __init__(self) -> None:
         self._context = WorkerContext(group="?")
         self._worker: Worker | None = None
-
-    @property
-    def is_open(self) -> bool:
-        return self._worker is not None
+        self._address = host_address()
 
     def build(self, packed: RayClassWithInitArgs[Any], context: WorkerContext) -> None:
         self._context = context
@@ -74,7 +71,7 @@ class WorkerHost:
             self._worker = None
 
     def _failure(self, error: Exception, what: str) -> WorkerError:
-        context, node, pid = self._context, host_address(), os.getpid()
+        context, node, pid = self._context, self._address, os.getpid()
         return WorkerError(
             f"group {context.group!r}, rank {context.rank} of {context.world_size} (node {node}, pid {pid}): "
             f"{what} raised {type(error).__name__}: {str(error)[:_LONGEST_TEXT]}",
@@ -110,12 +107,15 @@ class RayHost(WorkerHost):
     def seat(self) -> Seat:
         import ray
 
-        address = host_address()
+        # The address by which Ray's nodes know each other: the machine may have others.
+        self._address = ray._private.worker.global_worker.node_ip_address
         node_id = ray.get_runtime_context().get_node_id()
-        return Seat(node_id, address, os.getpid(), free_port(), serve_stacks(address))
+        return Seat(node_id, self._address, os.getpid(), free_port(), serve_stacks(self._address))
 
     def build_packed(self, packed: Payload, context: WorkerContext) -> None:
-        os.environ.update(context.environment())
+        import ray
+
+        os.environ.update(context.environment(sees_one_device=len(ray.get_gpu_ids()) == 1))
         self.build(unpack(packed), context)
 
     def call_packed(self, head: CallHead, shared: Payload, own: Payload, replies: Sequence[Any]) -> Any:

@@ -48,14 +48,9 @@ def spread_over_nodes(num_processes: int, bundle: Mapping[str, float]) -> list[i
 
 
 def could_hold(process_on_nodes: Sequence[int], bundle: Mapping[str, float]) -> bool:
-    """Whether the living nodes could hold the processes of each entry together, if nobody else were there."""
+    """False if the living nodes are certainly too small, even with nobody else there."""
     rooms = [node.capacity(bundle) for node in living_nodes()]
-    for count in sorted(process_on_nodes, reverse=True):
-        fitting = [room for room in rooms if room >= count]
-        if not fitting:
-            return False
-        rooms[rooms.index(min(fitting))] -= count
-    return True
+    return max(process_on_nodes) <= max(rooms) and sum(process_on_nodes) <= sum(rooms)
 
 
 def describe_nodes(resources: Iterable[str]) -> str:

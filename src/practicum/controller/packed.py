@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, Generic, ParamSpec, Self, TypeVar, cast
 
 from practicum.controller.worker import Worker, WorkerContext
@@ -16,7 +17,7 @@ P = ParamSpec("P")
 _GROUP_SETS = frozenset({
     "name", "namespace", "lifetime", "get_if_exists", "num_cpus", "num_gpus", "accelerator_type",
     "scheduling_strategy", "placement_group", "placement_group_bundle_index",
-    "max_restarts", "max_task_retries", "max_concurrency", "concurrency_groups",
+    "max_restarts", "max_task_retries", "max_concurrency", "concurrency_groups", "memory", "object_store_memory",
 })  # fmt: skip
 # Variables that tell a worker its place: the group and Ray set them.
 _PLACE_SETS = frozenset(WorkerContext("").environment()) | {"CUDA_VISIBLE_DEVICES"}
@@ -51,7 +52,7 @@ class RayClassWithInitArgs(Generic[W]):
             raise CallError(f"{self.cls.__name__}: environment variable {', '.join(reserved)} is set by the group")
         taken = sorted(_GROUP_SETS & ray_options.keys())
         if taken:
-            raise CallError(f"{self.cls.__name__}: option {', '.join(taken)} is set by the pool and the group")
+            raise CallError(f"{self.cls.__name__}: option {', '.join(taken)} is set by the pool or the group")
         packed = copy.copy(self)
         packed.env = {**self.env, **(env or {})}
         packed.resources = {**self.resources, **(resources or {})}
@@ -88,8 +89,9 @@ class FusedWorker(Worker):
             raise
 
     def close(self) -> None:
-        for worker in reversed(self.roles.values()):
-            worker.close()
+        with ExitStack() as stack:  # all are closed, the last built first, even if one raises
+            for worker in self.roles.values():
+                stack.callback(worker.close)
 
 
 def roles_of(packed: RayClassWithInitArgs[Any]) -> Mapping[str, RayClassWithInitArgs[Any]]:

@@ -22,24 +22,23 @@ from practicum.errors import CallError, ResourceError
 class Ground:
     """Places side by side on one node."""
 
-    group: PlacementGroup
+    reserved: PlacementGroup
     size: int
     is_held: bool = True
 
     def release(self) -> None:
-        if self.is_held:
-            self.is_held = False
-            if ray.is_initialized():  # else it has gone with the cluster
-                remove_placement_group(self.group)
+        if self.is_held and ray.is_initialized():  # else it has gone with the cluster
+            remove_placement_group(self.reserved)
+        self.is_held = False
 
 
 @dataclass(slots=True)
 class Place:
-    """Room for a process of each group that shares the pool. `tenants` are the names of those that do."""
+    """Room for a process of each group that shares the pool. `tenants` are those groups, with what they asked for."""
 
     ground: Ground
     bundle: int
-    tenants: list[str] = field(default_factory=list)
+    tenants: list[tuple[str, Mapping[str, float]]] = field(default_factory=list)
 
 
 class RayResourcePool:
@@ -76,7 +75,7 @@ class RayResourcePool:
         self.bundle = bundle_of(use_gpu, accelerator_type, resources_per_process)
         grounds = _reserve(process_on_nodes, self.bundle, detached, timeout_s)
         self.places = [Place(ground, index) for ground in grounds for index in range(ground.size)]
-        self._is_owner = True
+        self.is_owner = True
 
     @property
     def world_size(self) -> int:
@@ -115,7 +114,7 @@ class RayResourcePool:
     def release(self) -> None:
         """Give the ground back; workers still on it end. Does nothing for sub-pools and merged pools: they only look
         at ground that other pools hold."""
-        if self._is_owner:
+        if self.is_owner:
             for ground in self._grounds():
                 ground.release()
 
@@ -126,31 +125,38 @@ class RayResourcePool:
 
     def claim(self, tenant: str, resources: Mapping[str, float]) -> None:
         """Enter a group into all places, if there is room for it and what else it asks for."""
-        for name, amount in resources.items():
-            if amount > self.bundle.get(name, 0.0):
-                raise ResourceError(
-                    f"group {tenant!r} asks for {amount:g} {name} per process, the pool has "
-                    f"{self.bundle.get(name, 0.0):g}: add it to resources_per_process"
-                )
         for rank, place in enumerate(self.places):
             if len(place.tenants) >= self.max_colocate_count:
+                names = ", ".join(repr(name) for name, _ in place.tenants)
                 raise ResourceError(
-                    f"no room for group {tenant!r}: place {rank} of the pool is taken by "
-                    f"{', '.join(map(repr, place.tenants))}, and max_colocate_count={self.max_colocate_count}"
+                    f"no room for group {tenant!r}: place {rank} of the pool is taken by {names}, "
+                    f"and max_colocate_count={self.max_colocate_count}"
                 )
+            for name, amount in resources.items():
+                left = self.bundle.get(name, 0.0) - sum(held.get(name, 0.0) for _, held in place.tenants)
+                if amount > left:
+                    raise ResourceError(
+                        f"group {tenant!r} asks for {amount:g} {name} per process, place {rank} of the pool has "
+                        f"{left:g}: add to its resources_per_process"
+                    )
         for place in self.places:
-            place.tenants.append(tenant)
+            place.tenants.append((tenant, resources))
 
     def vacate(self, tenant: str) -> None:
         for place in self.places:
-            place.tenants.remove(tenant)
+            leaving = next(entry for entry in place.tenants if entry[0] == tenant)
+            place.tenants.remove(leaving)
+
+    @property
+    def is_held(self) -> bool:
+        return all(ground.is_held for ground in self._grounds())
 
     def wait_until_whole(self, deadline: float) -> None:
         """Wait until all of the ground is there: Ray moves what was on a lost node to another that has room."""
         for ground in self._grounds():
             if not ground.is_held:
                 raise ResourceError("the pool has been released: its ground is gone")
-            if not ground.group.wait(max(0.0, deadline - time.monotonic())):
+            if not ground.reserved.wait(max(0.0, deadline - time.monotonic())):
                 asked = _asked_and_there(self.process_on_nodes, self.bundle)
                 raise ResourceError(f"part of the pool was lost with its node, and no other has room for it: {asked}")
 
@@ -165,7 +171,7 @@ class RayResourcePool:
         view.use_gpu, view.max_colocate_count, view.detached = self.use_gpu, self.max_colocate_count, self.detached
         view.bundle = self.bundle
         view.places = places
-        view._is_owner = False
+        view.is_owner = False
         return view
 
     def _grounds(self) -> Iterator[Ground]:
@@ -193,10 +199,10 @@ def _reserve(counts: Sequence[int], bundle: dict[str, float], detached: bool, ti
     try:
         for count in counts:
             lifetime = "detached" if detached else None
-            group = placement_group([bundle] * count, strategy="STRICT_PACK", lifetime=lifetime)
-            grounds.append(Ground(group, count))
+            reserved = placement_group([bundle] * count, strategy="STRICT_PACK", lifetime=lifetime)
+            grounds.append(Ground(reserved, count))
         for ground in grounds:
-            if not ground.group.wait(max(0.0, deadline - time.monotonic())):
+            if not ground.reserved.wait(max(0.0, deadline - time.monotonic())):
                 raise ResourceError(
                     f"the Ray cluster did not free what was asked for within {timeout_s:g} s: "
                     f"{_asked_and_there(counts, bundle)}. Another job may hold it."
@@ -213,7 +219,7 @@ def _in_node_order(grounds: list[Ground]) -> list[Ground]:
     position = {node.id: index for index, node in enumerate(living_nodes())}
 
     def node_of(ground: Ground) -> int:
-        return position[placement_group_table(ground.group)["bundles_to_node_id"][0]]
+        return position[placement_group_table(ground.reserved)["bundles_to_node_id"][0]]
 
     of_size = {
         size: iter(sorted((g for g in grounds if g.size == size), key=node_of)) for size in {g.size for g in grounds}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
 from practicum.controller import register
-from practicum.controller.crew import Crew
+from practicum.controller.crew import Crew, CrewPlan
 from practicum.controller.future import GroupFuture
 from practicum.controller.group import Call, W, WorkerGroup, positive_seconds
 from practicum.controller.host import CallHead
@@ -19,6 +20,18 @@ from practicum.controller.packed import RayClassWithInitArgs, known_as
 from practicum.controller.pool import RayResourcePool
 from practicum.controller.wire import INLINE_BYTES, Payload, Slot, num_bytes, pack_arguments
 from practicum.errors import CallError, ResourceError, WorkerDied
+
+
+@dataclass(slots=True)
+class Post:
+    """What all views of a group share: the crew on duty, None when there is none."""
+
+    plan: CrewPlan
+    crew: Crew | None = None
+    # Starts and ends come one after another.
+    relief: threading.Lock = field(default_factory=threading.Lock)
+    # Calls of two threads reach all ranks in one order: else their collectives would wait for each other.
+    turn: threading.Lock = field(default_factory=threading.Lock)
 
 
 class RayWorkerGroup(WorkerGroup[W]):
@@ -36,18 +49,18 @@ class RayWorkerGroup(WorkerGroup[W]):
         start_timeout_s: float = 120.0,
         timeout_s: float = 600.0,
     ) -> None:
+        name = name or packed.cls.__name__
         use_gpu = pool.use_gpu if use_gpu is None else use_gpu
-        positive_seconds(start_timeout_s, "start_timeout_s", name or packed.cls.__name__)
-        crew = Crew(name or packed.cls.__name__, packed, pool, use_gpu, meshes or {}, detached, start_timeout_s)
-        self._take_over(crew, timeout_s)
+        positive_seconds(start_timeout_s, "start_timeout_s", name)
+        plan = CrewPlan(name, packed, pool, use_gpu, meshes or {}, detached, start_timeout_s)
+        super().__init__(name, packed, pool.world_size, timeout_s, plan.meshes)
         if use_gpu and not pool.use_gpu:
-            raise ResourceError(
-                f"group {self.name!r} asks for GPUs, but its pool has no GPUs: open it with use_gpu=True"
+            raise ResourceError(f"group {name!r} asks for GPUs, but its pool has no GPUs: open it with use_gpu=True")
+        if detached and not (pool.detached and pool.is_owner):
+            raise CallError(
+                f"detached group {name!r} needs a whole detached pool, which its attached drivers can release"
             )
-        if detached and not pool.detached:
-            raise CallError(f"detached group {self.name!r} needs a detached pool, or its place ends with the driver")
-        if detached and register.is_taken(self.name):
-            raise ResourceError(f"a detached group {self.name!r} runs already: attach to it, or shut it down first")
+        self._post = Post(plan)
         self._start_crew()
 
     @classmethod
@@ -56,76 +69,89 @@ class RayWorkerGroup(WorkerGroup[W]):
         if not ray.is_initialized():
             raise ResourceError(f"no cluster to look for group {name!r} in: join it first, with ray_cluster(address)")
         crew = register.find(name)
-        found = known_as(crew.packed.cls, worker_class)
+        plan = crew.plan
+        found = known_as(plan.packed.cls, worker_class)
         if found is None:
-            raise CallError(f"group {name!r} is of class {crew.packed.cls.__name__}, not {worker_class.__name__}")
+            raise CallError(f"group {name!r} is of class {plan.packed.cls.__name__}, not {worker_class.__name__}")
         group: RayWorkerGroup[W] = cls.__new__(cls)
-        group._take_over(crew, timeout_s)
+        WorkerGroup.__init__(group, name, plan.packed, plan.pool.world_size, timeout_s, plan.meshes)
         group._worker_class = found
+        group._post = Post(plan, crew)
         return group
 
     @property
     def pool(self) -> RayResourcePool:
-        return self._crew.pool
+        return self._post.plan.pool
 
     def stacks(self) -> dict[int, str]:
-        """What each rank is doing now: its Python stack, also while it is busy with a call."""
-        return self._crew.stacks()
+        return self._crew().stacks()
 
     def restart(self) -> None:
         """Also brings a group back that lost processes, or nodes as long as others have room."""
-        self.shutdown()
-        self._start_crew()
+        with self._post.relief:
+            self._end_crew()
+            self._start_crew()
 
     def shutdown(self) -> None:
-        self._crew.end()
-        if self._crew.detached:
-            register.strike_out(self._crew)
-
-    def _take_over(self, crew: Crew, timeout_s: float) -> None:
-        super().__init__(crew.name, crew.packed, crew.pool.world_size, timeout_s, crew.meshes)
-        self._crew = crew
-        # Two threads' calls reach all ranks in the same order: otherwise their collectives would wait for each other.
-        self._turn = threading.Lock()
+        with self._post.relief:
+            self._end_crew()
 
     def _start_crew(self) -> None:
-        self._crew.start()
-        if self._crew.detached:
-            register.enter(self._crew)
+        plan = self._post.plan
+        self._post.crew = register.start(plan) if plan.detached else plan.start()
 
-    def _send(self, call: Call, ranks: Sequence[int], answering: Sequence[int]) -> list[Any]:
-        hosts = self._crew.hosts
-        if not hosts:
-            raise WorkerDied(f"group {self.name!r} has been shut down", group=self.name, ranks=ranks)
+    def _end_crew(self) -> None:
+        crew, self._post.crew = self._post.crew, None
+        if crew is not None:
+            if crew.plan.detached and crew.is_reachable:
+                register.end(crew)
+            else:
+                crew.end()
+
+    def _crew(self) -> Crew:
+        crew = self._post.crew
+        if crew is None:
+            raise WorkerDied(
+                f"group {self.name!r} has been shut down, or is just being restarted",
+                group=self.name,
+                ranks=range(self.world_size),
+            )
+        if not crew.is_reachable:
+            raise WorkerDied(
+                f"group {self.name!r} has ended with its Ray", group=self.name, ranks=range(self.world_size)
+            )
+        return crew
+
+    def _send(
+        self, call: Call, ranks: Sequence[int], answering: Sequence[int]
+    ) -> tuple[list[Any], Callable[[float], list[Any]]]:
+        crew = self._crew()
         refs: list[Any] = []  # replies of other calls, for the slots among the arguments
         args = [_in_slot(value, refs) for value in call.args]
         kwargs = {name: _in_slot(value, refs) for name, value in call.kwargs.items()}
         shared: Any = b""
         if args or kwargs:
             shared = _parcel(pack_arguments((args, kwargs), call.what, call.by_name), len(ranks))
-        own = [self._own_argument(call, value, refs) for value in call.own or ()]
+        own = None if call.own is None else [self._own_argument(call, value, refs) for value in call.own]
         answers = set(answering)
         handles = []
-        with self._turn:
+        with self._post.turn:
             for rank in ranks:
-                method = getattr(hosts[rank], _actor_method(call.role, call.method, rank in answers))
-                if own:
+                method = getattr(crew.hosts[rank], _actor_method(call.role, call.method, rank in answers))
+                if own is not None:
                     arguments = [shared, *own[self._mesh.coordinates(rank).data]]
                 elif refs:
                     arguments = [shared, b"", *refs]
                 else:
                     arguments = [shared] if shared else []
                 handles.append(method.remote(*arguments))
-        return handles
+        return handles, lambda deadline: crew.collect(handles, ranks, call.what, deadline)
 
     def _own_argument(self, call: Call, value: Any, refs: Sequence[Any]) -> list[Any]:
         """The argument of one shard, followed by the replies that come along for it."""
         refs = list(refs)
         payload = pack_arguments(_in_slot(value, refs), call.what, lambda: call.by_name(own=value))
         return [_parcel(payload, self.world_size // self._mesh.data), *refs]
-
-    def _collect(self, handles: Sequence[Any], ranks: Sequence[int], what: str, deadline: float) -> list[Any]:
-        return self._crew.collect(handles, ranks, what, deadline)
 
 
 def _in_slot(value: Any, refs: list[Any]) -> Any:

@@ -63,7 +63,7 @@ def pack_arguments(arguments: Any, what: str, by_name: Callable[[], Mapping[str,
     except Exception as error:  # an object's own pickling may raise anything
         culprit, reason = _culprit(by_name(), error)
         raise CallError(
-            f"argument {culprit!r} of {what} cannot be sent to another process: {type(reason).__name__}: {reason}"
+            f"{culprit} of {what} cannot be sent to another process: {type(reason).__name__}: {reason}"
         ) from error
 
 
@@ -72,8 +72,8 @@ def _culprit(by_name: Mapping[str, Any], error: Exception) -> tuple[str, Excepti
         try:
             pack(value)
         except Exception as reason:  # as above
-            return name, reason
-    return ", ".join(by_name), error
+            return f"argument {name!r}", reason
+    return "an argument", error
 
 
 def fill_slots(

@@ -23,12 +23,15 @@ class WorkerContext:
     master_port: int = 0
     meshes: Mapping[str, Mesh] = field(default_factory=dict)
 
-    def environment(self) -> dict[str, str]:
-        """The same for libraries that look for it in the environment, such as torch with `env://`."""
+    def environment(self, sees_one_device: bool = False) -> dict[str, str]:
+        """The same for libraries that look for it in the environment, such as torch with `env://`.
+
+        LOCAL_RANK is what they take for the number of their GPU: 0 where Ray shows a process no other.
+        """
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_RANK": "0" if sees_one_device else str(self.local_rank),
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
             "NODE_RANK": str(self.node_rank),
             "MASTER_ADDR": self.master_address,

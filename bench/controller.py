@@ -146,7 +146,7 @@ class Growth:
         ours, bare, fakes = (1e6 * series.slope for series in (self.ours, self.bare, self.fakes))
         return [
             Row("no-op, each further worker", "µs per call", ours, bare, BARE, better="lower"),
-            Row("no-op, each further in-process worker", "µs per call", fakes, better="lower"),
+            Row("no-op, driver's own work per worker", "µs per call", fakes, better="lower"),
         ]
 
     def as_dict(self) -> dict[str, Any]:

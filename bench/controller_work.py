@@ -134,6 +134,7 @@ def take_steps(
     larger = {size: {side: start(size).noop for side, start in sides.items()} for size in job.larger_teams}
     fakes = {size: pretend(size) for size in job.fakes} if pretend is not None else {}
     line.ready(packages)
+    order = list(sides)
     while num_steps := line.wait_for_go():
         steps = []
         for _ in range(num_steps):
@@ -144,9 +145,10 @@ def take_steps(
             for size, noop in fakes.items():
                 _add(timings, part_of(FAKES, size), medians_s({next(iter(sides)): noop}, repeats(job, size)))
             ended_cpu_s = 0.0
-            for side, start in sides.items() if job.num_rows else ():
-                timings[side][START], used_cpu_s = time_start(start)
+            for side in order if job.num_rows else ():
+                timings[side][START], used_cpu_s = time_start(sides[side])
                 ended_cpu_s += used_cpu_s
+            order.reverse()
             parts = {
                 f"{side}: {part}": seconds for side, by_part in timings.items() for part, seconds in by_part.items()
             }
@@ -220,14 +222,17 @@ class Account:
 
 
 def medians_s(calls: Mapping[str, Callable[[], Any]], count: int) -> dict[str, float]:
-    """The median of each side, from `count` calls of each, a few at a time in turns."""
+    """The median of each side, from `count` calls of each, a few at a time in turns, the other side first each time."""
     seconds: dict[str, list[float]] = {side: [] for side in calls}
+    in_a_row = max(1, min(CALLS_IN_A_ROW, count // 4))
+    order = list(calls)
     while any(len(taken) < count for taken in seconds.values()):
-        for side, call in calls.items():
-            for _ in range(min(CALLS_IN_A_ROW, count - len(seconds[side]))):
+        for side in order:
+            for _ in range(min(in_a_row, count - len(seconds[side]))):
                 began = time.perf_counter()
-                call()
+                calls[side]()
                 seconds[side].append(time.perf_counter() - began)
+        order.reverse()
     return {side: statistics.median(taken) for side, taken in seconds.items()}
 
 

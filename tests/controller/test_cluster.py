@@ -71,6 +71,38 @@ group.shutdown()
 
 
 @pytest.mark.slow
+def test_calls_after_the_end_of_ray_say_so_and_start_no_other() -> None:
+    code = """
+import ray
+from practicum.controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, ray_cluster
+from practicum.errors import WorkerDied
+class Counter(Worker):
+    def add(self, values): return sum(values) + self.rank
+def told(call):
+    try: call()
+    except WorkerDied as error: print(error)
+with ray_cluster(), RayResourcePool([1]) as pool:
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter))
+    future = group.execute_all_async(Counter.add, [1])
+told(future.result)
+told(lambda: group.execute_all(Counter.add, [1]))
+group.shutdown()
+pool.release()
+print(ray.is_initialized())
+with ray_cluster():
+    told(future.result)
+    told(lambda: group.execute_all(Counter.add, [1]))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    asked_late, called_late, is_up, asked_again, called_again = run.stdout.splitlines()
+    assert asked_late == asked_again == "group 'Counter': its Ray has ended, and Counter.add with it"
+    assert called_late == "group 'Counter' has ended with its Ray"
+    assert is_up == "False"
+    assert called_again == "group 'Counter' has been shut down, or is just being restarted"
+
+
+@pytest.mark.slow
 def test_a_cluster_that_is_not_there_is_named() -> None:
     joining = "from practicum.controller import ray_cluster\nwith ray_cluster('127.0.0.1:1'): pass"
     run = subprocess.run([sys.executable, "-c", joining], capture_output=True, text=True, timeout=120)

@@ -92,7 +92,7 @@ class WorkerError(PracticumError):
         return _rebuild_worker_error, (
             type(self),
             self.message,
-            {k: v for k, v in vars(self).items() if k != "message"},
+            {k: v for k, v in vars(self).items() if k not in ("message", "__notes__")},
         )
 
 

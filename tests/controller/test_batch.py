@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -9,6 +9,11 @@ from hypothesis import strategies as st
 
 from practicum.controller import join_batches, split_batch
 from practicum.errors import CallError, ReplyError
+
+
+class Pair(NamedTuple):
+    one: Any
+    other: Any
 
 
 @given(st.lists(st.integers()), st.integers(1, 9))
@@ -30,7 +35,7 @@ def test_an_array_is_cut_without_copying() -> None:
     np.testing.assert_array_equal(join_batches([first, second]), batch)
 
 
-@pytest.mark.parametrize("batch", [3, None, "text", b"bytes", {1, 2}, np.float64(1), iter([1]), {"a": 3}])
+@pytest.mark.parametrize("batch", [3, None, "text", b"bytes", {1, 2}, np.float64(1), iter([1]), {"a": 3}, Pair(1, 2)])
 def test_what_cannot_be_split_is_named(batch: Any) -> None:
     with pytest.raises(CallError, match=r"cannot be split.*scatter_with"):
         split_batch(batch, 2)
@@ -45,6 +50,8 @@ def test_replies_that_cannot_be_joined_are_named() -> None:
     assert join_batches([None, None]) is None
     with pytest.raises(ReplyError, match="type tuple cannot be joined"):
         join_batches([(1, 2), (3, 4)])  # a pair of results, or items? Better not guess
+    with pytest.raises(ReplyError, match="type MaskedArray cannot be joined"):
+        join_batches([np.ma.array([1], mask=[True])] * 2)
     with pytest.raises(ReplyError, match=r"type float cannot be joined.*gather of your own"):
         join_batches([1.0, 2.0])
     with pytest.raises(ReplyError, match=r"different types.*NoneType, list"):

@@ -57,6 +57,9 @@ class Counter(Worker):
         if self.rank == rank:
             raise ConfigError(f"rank {rank} has had enough")
 
+    def lazily(self) -> Iterator[int]:
+        return (i for i in range(3))
+
     async def later(self) -> None: ...
 
     def one_by_one(self) -> Iterator[int]:
@@ -256,6 +259,10 @@ def test_a_wrong_call_is_refused_before_anything_runs(counters: WorkerGroup[Coun
         (lambda: counters.execute_all(Counter.add), "wrong arguments for Counter.add: missing .*'values'"),  # type: ignore[call-arg]
         (lambda: counters.execute_all(Counter.add, [1], more=2), "Counter.add: got an unexpected .*'more'"),  # type: ignore[call-arg]
         (lambda: counters.map(Counter.add, [[1]] * 5), "has 4 ranks, but 5 arguments came"),
+        (lambda: counters.map(Counter.add, {0: [1], 1: [2]}), "map takes a list of arguments, not a dict"),  # type: ignore[arg-type]
+        (lambda: counters.map(Counter.add, iter([[1]])), "map takes a list of arguments, not a list_iterator"),  # type: ignore[arg-type]
+        (lambda: counters.scatter_with(lambda b, n: None, list, Counter.add, 1), "list of shares, not a NoneType"),  # type: ignore[arg-type,return-value]
+        (lambda: counters.execute_all(Counter.__init__), "Counter.__init__ cannot be called on a group"),  # type: ignore[misc]
         (lambda: counters.scatter(Counter.swallow, 3), "type int, cannot be split"),
         (lambda: counters.execute_all(Counter.later), "Counter.later is async or a generator"),
         (lambda: counters.execute_all(Counter.one_by_one), "Counter.one_by_one is async or a generator"),
@@ -263,6 +270,11 @@ def test_a_wrong_call_is_refused_before_anything_runs(counters: WorkerGroup[Coun
         with pytest.raises(CallError, match=match):
             refused()
     assert counters.execute_all(Counter.add, []) == before
+
+
+def test_an_answer_that_is_not_there_yet_is_refused(counters: WorkerGroup[Counter]) -> None:
+    with pytest.raises(WorkerError, match="a generator cannot be an answer: return a list"):
+        counters.execute_all(Counter.lazily)
 
 
 def test_a_failing_constructor_is_reported_like_a_call(open_group: Any) -> None:

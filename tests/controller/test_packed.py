@@ -32,6 +32,19 @@ def test_options_that_decide_the_place_are_protected(name: str) -> None:
         RayClassWithInitArgs(Plain).options(**{name: 1})
 
 
+def test_what_could_never_start_is_refused_when_it_is_packed() -> None:
+    with pytest.raises(CallError, match="wrong arguments for Plain: got an unexpected keyword argument 'sise'"):
+        RayClassWithInitArgs(Plain, sise=3)  # type: ignore[call-arg]
+    packed = RayClassWithInitArgs(Plain)
+    for wrong, match in [
+        ({"env": {"A": 3}}, "environment variable A must be text, not 3"),
+        ({"resources": {"CPU": 0.5}}, "CPU and GPU are shared out by the pool"),
+        ({"bogus": 1}, "Plain: Invalid option keyword.*bogus"),
+    ]:
+        with pytest.raises(CallError, match=match):
+            packed.options(**wrong)  # type: ignore[arg-type]
+
+
 def test_only_workers_can_be_packed() -> None:
     with pytest.raises(CallError, match="only classes derived from Worker"):
         RayClassWithInitArgs(dict)  # type: ignore[type-var]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 import ray
@@ -39,7 +40,11 @@ def test_a_held_pool_makes_the_next_wait_until_its_deadline(ray_session: None) -
         RayResourcePool([cpus]),
         pytest.raises(ResourceError, match=rf"within 0.5 s: .* \(0 of {cpus} CPU free\).*Another job may hold it"),
     ):
-        RayResourcePool([cpus], timeout_s=0.5)
+        start = time.monotonic()
+        try:
+            RayResourcePool([cpus], timeout_s=0.5)
+        finally:
+            assert time.monotonic() - start >= 0.5
     with RayResourcePool([cpus], timeout_s=20) as pool:  # released with the block
         assert (pool.world_size, pool.process_on_nodes) == (cpus, [cpus])
 
@@ -110,9 +115,16 @@ def test_what_one_group_holds_another_cannot_have(ray_session: None) -> None:
         pool.claim("second", {"memory": 1e8})
 
 
-@pytest.mark.parametrize("process_on_nodes", [[], [0], [-1, 2]])
-def test_nonsense_is_refused(process_on_nodes: list[int]) -> None:
-    with pytest.raises(CallError, match="must be positive"):
+@pytest.mark.parametrize("process_on_nodes", [[], [0], [-1, 2], [1.5], 2, "2"])
+def test_nonsense_is_refused(process_on_nodes: Any) -> None:
+    with pytest.raises(CallError, match="process_on_nodes must list a positive number"):
         RayResourcePool(process_on_nodes)
+    for wrong, match in [
+        ({"max_colocate_count": 0}, "max_colocate_count must be"),
+        ({"timeout_s": 0}, "timeout_s must be"),
+        ({"resources_per_process": {"CPU": 0}}, "resources_per_process: CPU must be a positive number, not 0"),
+    ]:
+        with pytest.raises(CallError, match=match):
+            RayResourcePool([1], **wrong)  # type: ignore[arg-type]
     with pytest.raises(CallError, match="needs use_gpu=True"):
         RayResourcePool([1], accelerator_type="H200")

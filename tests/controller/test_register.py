@@ -92,7 +92,7 @@ def test_a_detached_group_outlives_its_driver_and_is_found_by_name(cluster_addre
     first = [psutil.Process(int(pid)) for pid in pids.split()]
     assert all(process.is_running() for process in first)
     wrong_class, wrong_name, stale, pids = drive(GO_ON, cluster_address)
-    assert wrong_class == "group 'diaries' is of class Diary, not Other"
+    assert wrong_class == "group 'diaries' is of <class '__main__.Diary'>, not <class '__main__.Other'>"
     assert wrong_name == "no detached group 'dairies' runs in this cluster; those written down: diaries"
     assert stale == "detached group 'diaries' was started anew by another driver: attach to it again"
     assert not psutil.wait_procs(first, timeout=10)[1]

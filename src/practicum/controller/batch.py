@@ -41,7 +41,7 @@ def join_batches(replies: Sequence[B]) -> B:
         raise ReplyError(f"replies of different types cannot be joined: {kinds}")
     if first is None:
         joined = None
-    elif isinstance(first, np.ndarray):
+    elif type(first) is np.ndarray:  # its subclasses would lose what they add
         joined = np.concatenate(replies)  # type: ignore[arg-type]
     elif isinstance(first, list):
         joined = list(itertools.chain.from_iterable(replies))  # type: ignore[arg-type]
@@ -59,8 +59,8 @@ def join_batches(replies: Sequence[B]) -> B:
 
 def _length(batch: Any, what: str) -> int:
     try:
-        if isinstance(batch, str | bytes):
-            raise TypeError("a text is one item")
+        if isinstance(batch, str | bytes) or hasattr(batch, "_fields"):
+            raise TypeError("it is one item")
         length = len(batch)
         batch[:0]
     except (TypeError, KeyError, IndexError) as error:

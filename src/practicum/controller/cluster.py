@@ -18,6 +18,8 @@ from practicum.controller.host import host_address
 from practicum.controller.watchdog import watch_over_children
 from practicum.errors import ResourceError
 
+_started_here: set[str | None] = set()
+
 
 @contextmanager
 def ray_cluster(address: str | None = None, *, show_output: bool = False) -> Iterator[None]:
@@ -57,8 +59,22 @@ def ray_cluster(address: str | None = None, *, show_output: bool = False) -> Ite
             raise ResourceError(f"could not {where}: {error}.{token}") from error
         stack.callback(ray.shutdown)
         if all_started:
+            _started_here.add(cluster_id())
             all_started()
         yield
+
+
+def cluster_id() -> str | None:
+    """Of the cluster this driver is connected to; another after each connection."""
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return f"{context.gcs_address}/{context.get_job_id()}"
+
+
+def ends_with_driver() -> bool:
+    """Whether this driver started its cluster itself."""
+    return cluster_id() in _started_here
 
 
 def ensure_ray() -> None:

@@ -30,6 +30,7 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from practicum.controller.cluster import cluster_id
 from practicum.controller.host import Seat, host_class
 from practicum.controller.mesh import Mesh
 from practicum.controller.packed import RayClassWithInitArgs
@@ -145,7 +146,7 @@ class Crew:
         self.hosts = hosts
         self.seats = seats
         self.id = uuid.uuid4().hex
-        self._cluster = _cluster_id()
+        self._cluster = cluster_id()
         self._is_dismissed = False
 
     @classmethod
@@ -170,7 +171,7 @@ class Crew:
     @property
     def is_reachable(self) -> bool:
         """Whether the driver is still connected to the cluster the processes are in."""
-        return ray.is_initialized() and self._cluster == _cluster_id()
+        return ray.is_initialized() and self._cluster == cluster_id()
 
     def collect(self, refs: Sequence[Any], ranks: Sequence[int], what: str, deadline: float) -> list[Any]:
         """All replies in order. Ray gives up the wait at the first failure, whoever else is still busy."""
@@ -300,14 +301,6 @@ def wait_until_free(name: str, deadline: float) -> None:
         time.sleep(0.02)
 
 
-def _cluster_id() -> str | None:
-    """Of the cluster this driver is connected to; another after each connection."""
-    if not ray.is_initialized():
-        return None
-    context = ray.get_runtime_context()
-    return f"{context.gcs_address}/{context.get_job_id()}"
-
-
 def _with_company(failures: Sequence[WorkerError]) -> WorkerError:
     """The first failure; it names those who failed like it, and carries them all."""
     first, *others = failures
@@ -316,6 +309,8 @@ def _with_company(failures: Sequence[WorkerError]) -> WorkerError:
     }
     same -= set(first.ranks)
     first.others = tuple(others)
+    if first.remote_traceback:
+        first.add_note(f"On the worker:\n{first.remote_traceback}")
     if same:
         first.ranks = (*first.ranks, *sorted(same))
         first.message += f" [{name_ranks(sorted(same))} failed too]"

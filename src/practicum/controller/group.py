@@ -106,6 +106,7 @@ class WorkerGroup(ABC, Generic[W]):
             if per_rank.gather is not list:
                 raise CallError(f"group {self.name!r}: map takes the future of execute_all or map, one reply per rank")
             per_rank = cast(Sequence[S], per_rank.each())
+        per_rank = self._as_list(per_rank, "map takes a list of arguments")
         if len(per_rank) != self._mesh.data:
             unit = "ranks" if self._mesh.data == self.world_size else "shards"
             raise CallError(f"group {self.name!r} has {self._mesh.data} {unit}, but {len(per_rank)} arguments came")
@@ -131,7 +132,8 @@ class WorkerGroup(ABC, Generic[W]):
     ) -> GroupFuture[Out]:
         """`split` cuts the batch into as many shares as it is told, `gather` makes one reply of many."""
         num_shards = self._mesh.data
-        own = batch.shares(num_shards, split) if isinstance(batch, GroupFuture) else split(batch, num_shards)
+        shares = batch.shares(num_shards, split) if isinstance(batch, GroupFuture) else split(batch, num_shards)
+        own = self._as_list(shares, "the split must return a list of shares")
         if len(own) != num_shards:
             raise CallError(f"group {self.name!r}: the split made {len(own)} shares where {num_shards} were asked for")
         return self._start(self._call(method, args, kwargs, own=own), gather)
@@ -228,6 +230,11 @@ class WorkerGroup(ABC, Generic[W]):
         upstream = [value for value in arguments if isinstance(value, GroupFuture)]
         return GroupFuture([handles[index] for index in kept], replies, deadline, gather, upstream)
 
+    def _as_list(self, values: Any, what: str) -> list[Any]:
+        if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__getitem__"):
+            raise CallError(f"group {self.name!r}: {what}, not a {type(values).__name__}")
+        return list(values)
+
     def _call(
         self,
         method: Callable[..., Any],
@@ -251,6 +258,8 @@ def _method_name(cls: type[Worker], method: Callable[..., Any], num_positional: 
     if not found:
         raise TypeError(f"{getattr(method, '__qualname__', repr(method))} is not a method of {cls.__name__}")
     name = found[0]
+    if name.startswith("__"):
+        raise TypeError(f"{cls.__name__}.{name} cannot be called on a group")
     if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
         raise TypeError(f"{cls.__name__}.{name} is async or a generator: a worker's method returns its answer")
     try:

@@ -11,7 +11,7 @@ import pickle
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,8 @@ class WorkerHost:
             target = self._worker.roles[head.role]
         try:
             reply = getattr(target, head.method)(*args, **kwargs)
+            if isinstance(reply, Generator | Coroutine):  # of which Ray would send the first item, or nothing
+                raise TypeError(f"a {type(reply).__name__} cannot be an answer: return a list")
         except Exception as error:
             raise self._failure(error, f"{type(target).__name__}.{head.method}") from error
         return reply if head.wants_reply else None

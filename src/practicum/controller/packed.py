@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, Generic, ParamSpec, Self, TypeVar, cast
+
+import ray
 
 from practicum.controller.worker import Worker, WorkerContext
 from practicum.errors import CallError
@@ -29,6 +32,10 @@ class RayClassWithInitArgs(Generic[W]):
     def __init__(self, cls: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> None:
         if not (isinstance(cls, type) and issubclass(cls, Worker)):
             raise CallError(f"{cls!r} cannot be packed: only classes derived from Worker can")
+        try:
+            inspect.signature(cls).bind(*args, **kwargs)
+        except TypeError as error:
+            raise CallError(f"wrong arguments for {cls.__name__}: {error}") from None
         self.cls = cast(type[W], cls)
         self.args: tuple[Any, ...] = args
         self.kwargs: Mapping[str, Any] = kwargs
@@ -47,12 +54,21 @@ class RayClassWithInitArgs(Generic[W]):
 
         `env` is set before the process starts. `resources` must be among the pool's `resources_per_process`.
         """
+        for name, text in (env or {}).items():
+            if not isinstance(text, str):
+                raise CallError(f"{self.cls.__name__}: environment variable {name} must be text, not {text!r}")
+        if {"CPU", "GPU"} & (resources or {}).keys():
+            raise CallError(f"{self.cls.__name__}: CPU and GPU are shared out by the pool, not asked for as resources")
         reserved = sorted(name for name in env or {} if name in _PLACE_SETS or name.startswith("RAY_"))
         if reserved:
             raise CallError(f"{self.cls.__name__}: environment variable {', '.join(reserved)} is set by the group")
         taken = sorted(_GROUP_SETS & ray_options.keys())
         if taken:
             raise CallError(f"{self.cls.__name__}: option {', '.join(taken)} is set by the pool or the group")
+        try:
+            ray.remote(Worker).options(**ray_options)
+        except (TypeError, ValueError) as error:
+            raise CallError(f"{self.cls.__name__}: {error}") from None
         packed = copy.copy(self)
         packed.env = {**self.env, **(env or {})}
         packed.resources = {**self.resources, **(resources or {})}

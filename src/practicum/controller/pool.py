@@ -8,14 +8,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from practicum.controller.cluster import ensure_ray
+from practicum.controller.cluster import cluster_id, ends_with_driver, ensure_ray
 from practicum.controller.nodes import could_hold, describe_nodes, living_nodes
 from practicum.errors import CallError, ResourceError
+
+_LOOK_EVERY_S = 0.02
 
 
 @dataclass(slots=True)
@@ -64,11 +66,13 @@ class RayResourcePool:
         detached: bool = False,
         timeout_s: float = 60.0,
     ) -> None:
-        if not process_on_nodes or min(process_on_nodes) < 1 or max_colocate_count < 1:
-            raise CallError(f"process_on_nodes={list(process_on_nodes)} and {max_colocate_count=} must be positive")
+        _check(process_on_nodes, max_colocate_count, resources_per_process or {}, timeout_s)
         if accelerator_type is not None and not use_gpu:
             raise CallError(f"accelerator_type={accelerator_type!r} needs use_gpu=True")
         ensure_ray()
+        if detached and ends_with_driver():
+            raise CallError("a detached pool outlives its driver, but this driver's Ray does not: join a cluster")
+        self._cluster = cluster_id()
         self.use_gpu = use_gpu
         self.max_colocate_count = max_colocate_count
         self.detached = detached
@@ -125,6 +129,8 @@ class RayResourcePool:
 
     def claim(self, tenant: str, resources: Mapping[str, float]) -> None:
         """Enter a group into all places, if there is room for it and what else it asks for."""
+        if not self.is_held:
+            raise ResourceError(f"no place for group {tenant!r}: the pool has been released, or its cluster left")
         for rank, place in enumerate(self.places):
             if len(place.tenants) >= self.max_colocate_count:
                 names = ", ".join(repr(name) for name, _ in place.tenants)
@@ -149,16 +155,19 @@ class RayResourcePool:
 
     @property
     def is_held(self) -> bool:
-        return all(ground.is_held for ground in self._grounds())
+        return self._cluster == cluster_id() and all(ground.is_held for ground in self._grounds())
 
     def wait_until_whole(self, deadline: float) -> None:
         """Wait until all of the ground is there: Ray moves what was on a lost node to another that has room."""
         for ground in self._grounds():
-            if not ground.is_held:
-                raise ResourceError("the pool has been released: its ground is gone")
-            if not ground.reserved.wait(max(0.0, deadline - time.monotonic())):
+            if not _is_ready(ground, deadline):
                 asked = _asked_and_there(self.process_on_nodes, self.bundle)
                 raise ResourceError(f"part of the pool was lost with its node, and no other has room for it: {asked}")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As found by another driver of the same cluster."""
+        self.__dict__.update(state)
+        self._cluster = cluster_id()
 
     def __enter__(self) -> Self:
         return self
@@ -169,13 +178,35 @@ class RayResourcePool:
     def _view(self, places: list[Place]) -> RayResourcePool:
         view = RayResourcePool.__new__(RayResourcePool)
         view.use_gpu, view.max_colocate_count, view.detached = self.use_gpu, self.max_colocate_count, self.detached
-        view.bundle = self.bundle
+        view.bundle, view._cluster = self.bundle, self._cluster
         view.places = places
         view.is_owner = False
         return view
 
     def _grounds(self) -> Iterator[Ground]:
         return iter({id(place.ground): place.ground for place in self.places}.values())
+
+
+def _check(counts: Sequence[int], max_colocate_count: int, resources: Mapping[str, float], timeout_s: float) -> None:
+    is_list = isinstance(counts, Sequence) and not isinstance(counts, str)
+    if not is_list or not counts or not all(isinstance(count, int) and count > 0 for count in counts):
+        raise CallError(f"process_on_nodes must list a positive number of processes per node, not {counts!r}")
+    if not isinstance(max_colocate_count, int) or max_colocate_count < 1:
+        raise CallError(f"max_colocate_count must be a positive number, not {max_colocate_count!r}")
+    for name, amount in resources.items():
+        if not isinstance(amount, int | float) or not amount > 0:
+            raise CallError(f"resources_per_process: {name} must be a positive number, not {amount!r}")
+    if not isinstance(timeout_s, int | float) or not timeout_s > 0:
+        raise CallError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
+
+
+def _is_ready(ground: Ground, deadline: float) -> bool:
+    """Ray's own wait counts whole seconds and does not hear a Ctrl-C."""
+    while not ground.reserved.wait(0):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_EVERY_S)
+    return True
 
 
 def bundle_of(
@@ -202,7 +233,7 @@ def _reserve(counts: Sequence[int], bundle: dict[str, float], detached: bool, ti
             reserved = placement_group([bundle] * count, strategy="STRICT_PACK", lifetime=lifetime)
             grounds.append(Ground(reserved, count))
         for ground in grounds:
-            if not ground.reserved.wait(max(0.0, deadline - time.monotonic())):
+            if not _is_ready(ground, deadline):
                 raise ResourceError(
                     f"the Ray cluster did not free what was asked for within {timeout_s:g} s: "
                     f"{_asked_and_there(counts, bundle)}. Another job may hold it."

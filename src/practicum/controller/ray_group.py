@@ -72,7 +72,7 @@ class RayWorkerGroup(WorkerGroup[W]):
         plan = crew.plan
         found = known_as(plan.packed.cls, worker_class)
         if found is None:
-            raise CallError(f"group {name!r} is of class {plan.packed.cls.__name__}, not {worker_class.__name__}")
+            raise CallError(f"group {name!r} is of {plan.packed.cls}, not {worker_class}")
         group: RayWorkerGroup[W] = cls.__new__(cls)
         WorkerGroup.__init__(group, name, plan.packed, plan.pool.world_size, timeout_s, plan.meshes)
         group._worker_class = found
@@ -135,6 +135,8 @@ class RayWorkerGroup(WorkerGroup[W]):
         own = None if call.own is None else [self._own_argument(call, value, refs) for value in call.own]
         answers = set(answering)
         handles = []
+        if not hasattr(crew.hosts[0], _actor_method(call.role, call.method, True)):
+            raise CallError(f"group {self.name!r}: its workers, started by another driver, have no {call.what}")
         with self._post.turn:
             for rank in ranks:
                 method = getattr(crew.hosts[rank], _actor_method(call.role, call.method, rank in answers))

@@ -63,7 +63,9 @@ def end(crew: Crew) -> None:
 
 def find(name: str) -> Crew:
     entry = _read(name)
-    if entry is None or not is_taken(name):
+    if entry is not None and not is_taken(name):
+        raise ResourceError(f"detached group {name!r} was started in this cluster, but its workers are gone")
+    if entry is None:
         keys = _internal_kv_list(_PREFIX, namespace=NAMESPACE)
         known = ", ".join(sorted(key.decode().removeprefix(_PREFIX) for key in keys)) or "none"
         raise ResourceError(f"no detached group {name!r} runs in this cluster; those written down: {known}")

@@ -24,6 +24,8 @@ def test_options_add_up_in_copies() -> None:
 def test_variables_that_tell_a_worker_its_place_are_protected(name: str) -> None:
     with pytest.raises(CallError, match=f"Plain: environment variable {name} is set by the group"):
         RayClassWithInitArgs(Plain).options(env={name: "1", "HARMLESS": "1"})
+    with pytest.raises(CallError, match=f"variable {name} is set by the group"):
+        RayClassWithInitArgs(Plain).options(runtime_env={"env_vars": {name: "1"}})
 
 
 @pytest.mark.parametrize("name", ["num_gpus", "name", "max_restarts", "scheduling_strategy", "memory"])

@@ -54,12 +54,13 @@ class RayClassWithInitArgs(Generic[W]):
 
         `env` is set before the process starts. `resources` must be among the pool's `resources_per_process`.
         """
-        for name, text in (env or {}).items():
+        variables = {**ray_options.get("runtime_env", {}).get("env_vars", {}), **(env or {})}
+        for name, text in variables.items():
             if not isinstance(text, str):
                 raise CallError(f"{self.cls.__name__}: environment variable {name} must be text, not {text!r}")
         if {"CPU", "GPU"} & (resources or {}).keys():
             raise CallError(f"{self.cls.__name__}: CPU and GPU are shared out by the pool, not asked for as resources")
-        reserved = sorted(name for name in env or {} if name in _PLACE_SETS or name.startswith("RAY_"))
+        reserved = sorted(name for name in variables if name in _PLACE_SETS or name.startswith("RAY_"))
         if reserved:
             raise CallError(f"{self.cls.__name__}: environment variable {', '.join(reserved)} is set by the group")
         taken = sorted(_GROUP_SETS & ray_options.keys())

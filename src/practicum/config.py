@@ -152,7 +152,7 @@ class ControllerConfig(Section):
     backend: Literal["ray", "local"] = "ray"
     """local runs the one worker inside this process, for a debugger."""
     address: str | None = None
-    """Address of a running Ray cluster. None starts Ray on this machine for the run."""
+    """Address of a running Ray cluster. None takes RAY_ADDRESS, or else starts Ray on this machine for the run."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """How long the workers may take to come up."""
     call_timeout_s: float = Field(default=1800.0, gt=0)

@@ -50,6 +50,8 @@ def test_replies_that_cannot_be_joined_are_named() -> None:
     assert join_batches([None, None]) is None
     with pytest.raises(ReplyError, match="type tuple cannot be joined"):
         join_batches([(1, 2), (3, 4)])  # a pair of results, or items? Better not guess
+    with pytest.raises(ReplyError, match="cannot be joined: all the input array dimensions"):
+        join_batches([np.zeros((1, 2)), np.zeros((1, 3))])
     with pytest.raises(ReplyError, match="type MaskedArray cannot be joined"):
         join_batches([np.ma.array([1], mask=[True])] * 2)
     with pytest.raises(ReplyError, match=r"type float cannot be joined.*gather of your own"):

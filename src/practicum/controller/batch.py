@@ -42,7 +42,10 @@ def join_batches(replies: Sequence[B]) -> B:
     if first is None:
         joined = None
     elif type(first) is np.ndarray:  # its subclasses would lose what they add
-        joined = np.concatenate(replies)  # type: ignore[arg-type]
+        try:
+            joined = np.concatenate(replies)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ReplyError(f"replies cannot be joined: {error}") from None
     elif isinstance(first, list):
         joined = list(itertools.chain.from_iterable(replies))  # type: ignore[arg-type]
     elif isinstance(first, Mapping):

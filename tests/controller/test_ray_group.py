@@ -98,8 +98,8 @@ def group(pool: RayResourcePool) -> Iterator[RayWorkerGroup[Mortal]]:
 def test_a_call_past_its_deadline_names_the_late_ranks_and_shows_all_stacks(group: RayWorkerGroup[Mortal]) -> None:
     start = time.monotonic()
     with pytest.raises(DeadlineError, match=r"'mortals': Mortal.sleep passed its deadline; no answer from rank 1") as e:
-        group.with_timeout(0.5).map(Mortal.sleep, [0.0, 30.0])
-    assert time.monotonic() - start < 2
+        group.with_timeout(1.5).map(Mortal.sleep, [0.0, 30.0])
+    assert 1.5 <= time.monotonic() - start < 3
     assert e.value.ranks == (1,)
     assert sorted(e.value.stacks) == [0, 1]
     assert "in sleep\n    time.sleep(seconds)" in e.value.stacks[1]

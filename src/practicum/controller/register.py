@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import ray
@@ -37,12 +38,12 @@ def start(plan: CrewPlan) -> Crew:
         raise ResourceError(f"a detached group {plan.name!r} runs already: attach to it, or shut it down first")
     entry = Entry(plan, time.time() + plan.start_timeout_s)
     _write(entry)
-    try:
+    with ExitStack() as undo:
+        undo.callback(_internal_kv_del, _PREFIX + plan.name, namespace=NAMESPACE)
         crew = plan.start()
+        undo.callback(crew.end)
         _write(Entry(plan, entry.start_by, crew))
-    except BaseException:
-        _internal_kv_del(_PREFIX + plan.name, namespace=NAMESPACE)
-        raise
+        undo.pop_all()
     return crew
 
 

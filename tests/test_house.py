@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "loop": BASE | {"models", "controller", "algo", "data", "weights", "rollout", "reward", "train"},
     "demo": BASE | {"models", "loop"},
     "__main__": {"cli"},
-    "cli": BASE | {"loop", "demo"},
+    "cli": BASE | {"loop", "demo", "reward"},
     "__init__": BASE | {"loop"},
 }
 

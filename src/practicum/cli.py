@@ -1,4 +1,4 @@
-"""The command line: `practicum demo | train | explain`. Heavy imports wait until a command needs them."""
+"""The command line: `practicum demo | train | router | explain`. Heavy imports wait until a command needs them."""
 
 from __future__ import annotations
 
@@ -83,6 +83,46 @@ def explain(config_file: ConfigFile, overrides: Overrides = None, debug: Debug =
         typer.echo(explanation(Config.load(config_file, overrides or [])))
 
 
+@app.command()
+def router(
+    worker: Annotated[list[str] | None, typer.Option(help="A worker's URL; once for each.", metavar="URL")] = None,
+    policy: Annotated[str, typer.Option(help="Who gets a request.")] = "expected_finish",
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to listen at; 0 takes a free one.")] = 8000,
+    admin_port: Annotated[int | None, typer.Option(help="A port of its own for the control plane.")] = None,
+    token: Annotated[
+        str | None, typer.Option(envvar="PRACTICUM_ROUTER_TOKEN", help="Bearer token of the control plane.")
+    ] = None,
+    max_in_flight: Annotated[int, typer.Option(help="Requests a worker may have at a time.")] = 256,
+    response_timeout: Annotated[float, typer.Option(help="Seconds a worker may be silent.")] = 600.0,
+    hedge_quantile: Annotated[
+        float | None, typer.Option(help="Ask a second worker when one takes longer than this share of requests.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Any other setting of a router.", metavar="NAME=VALUE")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """One HTTP address in front of many workers. Stops by finishing what it has begun."""
+    with _errors_as_messages(debug, interrupted="stopped."):
+        from practicum.reward.router import Router
+        from practicum.reward.router.settings import parse_settings
+
+        settings = {
+            "policy": policy,
+            "host": host,
+            "port": port,
+            "admin_port": admin_port,
+            "token": token,
+            "max_in_flight": max_in_flight,
+            "response_timeout_s": response_timeout,
+            "hedge_quantile": hedge_quantile,
+        }
+        Router(worker or (), **(settings | parse_settings(set_ or []))).run(
+            lambda server: typer.echo(f"router ready at {server.url}")
+        )
+
+
 def _run(config: Config, console: Any, title: str) -> None:
     from practicum.loop.progress import PLAIN, Progress, print_ending
     from practicum.loop.report import write_report
@@ -100,14 +140,16 @@ def _run(config: Config, console: Any, title: str) -> None:
 
 
 @contextmanager
-def _errors_as_messages(debug: bool) -> Iterator[None]:
+def _errors_as_messages(
+    debug: bool, interrupted: str = "interrupted. resume=auto goes on from the newest checkpoint."
+) -> Iterator[None]:
     """An error made on purpose is a paragraph and an exit code; anything else is a bug and keeps its traceback."""
     signal.signal(signal.SIGTERM, _terminated)  # so that `finally` blocks run and no worker is left behind
     try:
         yield
     except (KeyboardInterrupt, _Terminated) as error:
         code = 130 if isinstance(error, KeyboardInterrupt) else 143
-        _fail("interrupted. resume=auto goes on from the newest checkpoint.", code)
+        _fail(interrupted, code)
     except PracticumError as error:
         if debug:
             traceback.print_exc()

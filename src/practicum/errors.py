@@ -5,6 +5,7 @@ PracticumError
 ├── DataError          a prompt file: missing, empty, or a record that cannot be used
 ├── ModelError         a model folder or hub name that cannot be loaded or trained
 ├── RewardError        a reward function that cannot be used, or too many samples that could not be graded
+├── RouterError        a router that cannot be started, asked or told as written
 ├── TrainingError      a loss or gradient that is no longer a number
 ├── CheckpointError    a run folder that cannot be written, resumed or read
 ├── ResourceError      more processes or accelerators asked for than the machine or cluster has
@@ -40,6 +41,10 @@ class ModelError(PracticumError, ValueError):
 
 class RewardError(PracticumError, ValueError):
     """Answers cannot be graded."""
+
+
+class RouterError(PracticumError, ValueError):
+    """A router cannot be started, or cannot do what it was told."""
 
 
 class TrainingError(PracticumError):

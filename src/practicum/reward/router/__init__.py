@@ -1,0 +1,14 @@
+"""The reward router: one HTTP address in front of many workers.
+
+from practicum.reward.router import Router
+
+with Router(workers=["http://10.0.0.7:8000", "http://10.0.0.8:8000"]).start() as router:
+    ...  # ask router.url
+"""
+
+from practicum.reward.router.handle import RouterControl, RouterHandle
+from practicum.reward.router.launch import Router
+from practicum.reward.router.policy import POLICIES
+from practicum.reward.router.settings import RouterSettings
+
+__all__ = ["POLICIES", "Router", "RouterControl", "RouterHandle", "RouterSettings"]

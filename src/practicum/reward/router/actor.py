@@ -1,0 +1,54 @@
+"""A router as an actor of a Ray cluster: reachable from all its nodes, driven from the one that started it."""
+
+from __future__ import annotations
+
+import secrets
+
+from practicum.controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker
+from practicum.controller.host import host_address
+from practicum.reward.router.handle import RouterHandle
+from practicum.reward.router.launch import STOP_S, RouterThread
+from practicum.reward.router.settings import RouterSettings
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class RouterActor(Worker):
+    def __init__(self, settings: RouterSettings) -> None:
+        if settings.host in _LOOPBACK:  # nobody on another node would find it there
+            settings = settings.model_copy(update={"host": host_address()})
+        self._router = RouterThread(settings)
+
+    def addresses(self) -> tuple[str, str]:
+        return self._router.url, self._router.admin_url
+
+    def stop(self) -> None:
+        self._router.stop()
+
+
+class RouterOnRay(RouterHandle):
+    """Callers come from other machines, so that its control plane has a token in any case."""
+
+    def __init__(self, settings: RouterSettings, pool: RayResourcePool | None) -> None:
+        token = settings.token or secrets.token_urlsafe()
+        settings = settings.model_copy(update={"token": token})
+        self._own_pool = None if pool is not None else RayResourcePool([1])
+        place = (pool or self._own_pool or RayResourcePool([1])).sub_pool([0])
+        self._group = RayWorkerGroup(
+            place, RayClassWithInitArgs(RouterActor, settings), timeout_s=settings.drain_timeout_s + 2 * STOP_S
+        )
+        url, admin_url = self._group.execute_rank_zero(RouterActor.addresses)
+        self._stopped = False
+        super().__init__(url, admin_url, token)
+        self.token = token
+
+    def stop(self) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
+        try:
+            self._group.execute_all(RouterActor.stop)
+        finally:
+            self._group.shutdown()
+            if self._own_pool is not None:
+                self._own_pool.release()

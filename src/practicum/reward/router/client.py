@@ -1,0 +1,288 @@
+"""One connection of a client: reads its requests, one after another, and writes the answers.
+
+    bytes ─▶ head judged ─▶ enough of the body to choose by ─▶ Exchange; the rest of the body as it comes
+    control-plane targets go to `Admin` instead
+
+Nothing behind a request is looked at before its answer has been written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from practicum.reward.router.answers import error_answer
+from practicum.reward.router.bodies import BadBody, Body
+from practicum.reward.router.connection import MAX_UNSENT
+from practicum.reward.router.exchange import Exchange
+from practicum.reward.router.heads import END, MAX_HEAD_BYTES, BadHead, RequestHead
+
+if TYPE_CHECKING:
+    from practicum.reward.router.admin import Admin
+    from practicum.reward.router.desk import Desk
+
+# A body up to this size is waited for before a worker is chosen: policies look into it, and a slow client then keeps
+# no worker waiting. Of a longer one, this much.
+GATHERED_BYTES = 64 * 1024
+MAX_ADMIN_BYTES = 64 * 1024
+# How long a client may take for a head, or between two parts of a body; how long it may keep a connection without
+# asking anything; how long it is given to read a last answer before the connection is closed.
+REQUEST_TIMEOUT_S = 60.0
+IDLE_TIMEOUT_S = 600.0
+LINGER_S = 2.0
+
+
+class ClientConnection(asyncio.Protocol):
+    __slots__ = (
+        "_admin",
+        "_body",
+        "_buffer",
+        "_desk",
+        "_exchange",
+        "_head",
+        "_lingering",
+        "_needed",
+        "_reading",
+        "_taking",
+        "_transport",
+        "touched",
+    )
+
+    def __init__(self, desk: Desk, admin: Admin | None) -> None:
+        self._desk = desk
+        self._admin = admin
+        self._transport: asyncio.Transport
+        self._exchange: Exchange | None = None
+        self._head: RequestHead | None = None
+        self._body: Body | None = None  # of the request, while it is not complete
+        self._buffer = b""
+        self._needed = 0  # bytes in the buffer before it is worth another look
+        self._lingering = False
+        self._taking = False
+        self._reading = True
+        self.touched = time.monotonic()
+
+    # From the event loop
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # it is one, for TCP
+        self._transport = transport
+        transport.set_write_buffer_limits(MAX_UNSENT)
+        self._desk.clients.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._lingering:
+            return
+        self.touched = time.monotonic()
+        if self._buffer:
+            data, self._buffer = self._buffer + data, b""
+        self._take(data)
+
+    def eof_received(self) -> None:
+        """Whoever has hung up is not waiting for an answer: the connection is closed."""
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._desk.clients.discard(self)
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.abandon()
+
+    def pause_writing(self) -> None:
+        if self._exchange is not None:
+            self._exchange.pause_answer(True)
+
+    def resume_writing(self) -> None:
+        if self._exchange is not None:
+            self._exchange.pause_answer(False)
+
+    # What the bytes are
+
+    def _take(self, data: bytes) -> None:
+        self._taking = True
+        while data and not self._lingering:
+            if self._body is not None:
+                data = self._take_body(self._body, data)
+            elif self._exchange is None:
+                if len(data) < self._needed:
+                    self._buffer = data
+                    break
+                data = self._take_head(data)
+            else:  # the next request has to wait
+                self._buffer = data
+                if len(data) > MAX_HEAD_BYTES:
+                    self.read_on(False)
+                break
+        self._taking = False
+
+    def _take_head(self, data: bytes) -> bytes:
+        """Begin a request. What is left of the data is returned; what is too little for a head is kept."""
+        if data.startswith(b"\r\n"):  # some clients end a body with one more
+            return data[2:]
+        end = data.find(END)
+        if end < 0:
+            self._buffer = data
+            if len(data) > MAX_HEAD_BYTES:
+                self._refuse_bytes(BadHead(431, f"the head is longer than {MAX_HEAD_BYTES} bytes"))
+            return b""
+        try:
+            head = self._desk.read_request(data[: end + 4])
+        except BadHead as error:
+            self._refuse_bytes(error)
+            return b""
+        length = head.framing.length  # 0 when chunked: then it is a stream, and goes on as it comes
+        wanted = length if length <= GATHERED_BYTES else GATHERED_BYTES
+        if head.expects_continue:
+            wanted = 0
+        if len(data) < head.size + wanted:
+            self._buffer = data
+            self._needed = head.size + wanted
+            return b""
+        self._needed = 0
+        self._head = head
+        if self._admin is not None and self._admin.serves(head.target):
+            return self._ask_admin(head, data)
+        return self._ask_worker(head, data)
+
+    def _ask_worker(self, head: RequestHead, data: bytes) -> bytes:
+        size = head.size
+        if head.framing.kind == "length" and len(data) == size + head.framing.length:
+            request, rest, body = data, b"", None
+        else:
+            body = head.framing.body()
+            try:
+                taken = body.take(data[size:])
+            except BadBody as error:
+                self._refuse_bytes(BadHead(400, str(error)))
+                return b""
+            request, rest = data[: size + taken], data[size + taken :]
+            if body.done:
+                body = None
+        if len(head.raw) != size:
+            request = head.raw + request[size:]
+        self._body = body
+        exchange = self._exchange = Exchange(self._desk, self, head, request, body is None, self.touched)
+        self._desk.dispatch(exchange)
+        return rest
+
+    def _take_body(self, body: Body, data: bytes) -> bytes:
+        try:
+            taken = body.take(data)
+        except BadBody as error:
+            self._refuse_bytes(BadHead(400, str(error)))
+            return b""
+        done = body.done
+        if done:
+            self._body = None
+        if self._exchange is not None:  # or it has been answered already
+            self._exchange.feed(data[:taken], done)
+        elif done:
+            self._next()
+        return data[taken:]
+
+    def _ask_admin(self, head: RequestHead, data: bytes) -> bytes:
+        assert self._admin is not None
+        length = head.framing.length
+        if head.framing.kind == "chunked" or length > MAX_ADMIN_BYTES:
+            self._refuse_bytes(BadHead(413, "the control plane takes short bodies with a Content-Length"))
+            return b""
+        if len(data) < head.size + length:  # it was told to continue when asked
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._buffer, self._needed = data, head.size + length
+            return b""
+        peer = self._transport.get_extra_info("peername")
+        close = not head.keep_alive or self._desk.draining
+        self.write(self._admin.answer(head, data[head.size : head.size + length], peer, close=close))
+        if close:
+            self._hang_up()
+        return data[head.size + length :]
+
+    def _refuse_bytes(self, error: BadHead) -> None:
+        """What came is no request: say so, and read nothing more."""
+        exchange, self._exchange = self._exchange, None
+        self._body = None
+        self._desk.stats.refused("bad_request")
+        if exchange is not None:
+            exchange.abandon()
+            if exchange.begun:
+                self.cut()
+                return
+        self.write(error_answer(error.status, "bad_request", f"{error.reason}.", close=True))
+        self._hang_up()
+
+    # From the exchange
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(data)
+
+    def read_on(self, can_read: bool) -> None:
+        if can_read != self._reading and not self._transport.is_closing():
+            self._reading = can_read
+            if can_read:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
+
+    def finished(self, *, close: bool) -> None:
+        self._exchange = None
+        if close:
+            self._hang_up()
+        elif self._body is None:
+            self._next()
+        elif not self._reading:
+            self.read_on(True)  # swallow the rest of a body that nobody waits for
+
+    def cut(self) -> None:
+        self._exchange = None
+        self._transport.abort()
+
+    def refuse(self, status: int, code: str, reason: str) -> None:
+        assert self._head is not None
+        close = not self._head.keep_alive or self._desk.draining
+        text = error_answer(status, code, reason if reason.endswith(".") else f"{reason}.", close=close)
+        if self._head.method == b"HEAD":
+            text = text[: text.index(END) + 4]
+        self.write(text)
+        self.finished(close=close)
+
+    # From the server
+
+    def tick(self, now: float) -> None:
+        """Close it when the client has been silent for too long."""
+        silent_s = now - self.touched
+        if self._lingering:
+            if silent_s > LINGER_S:
+                self._transport.abort()
+        elif (self._body is not None and self._reading) or (self._buffer and self._exchange is None):
+            if silent_s > REQUEST_TIMEOUT_S:
+                self._refuse_bytes(BadHead(408, f"nothing came for {REQUEST_TIMEOUT_S:g} s in the middle of a request"))
+        elif self._exchange is None and silent_s > IDLE_TIMEOUT_S:
+            self._transport.close()
+
+    def close_if_idle(self) -> None:
+        if self._exchange is None and not self._lingering and self._body is None:
+            self._transport.close()
+
+    def close(self) -> None:
+        self._transport.abort()
+
+    def _next(self) -> None:
+        """Go on with what came behind the last request."""
+        if not self._reading:
+            self.read_on(True)
+        if self._buffer and not self._taking:
+            # Not from here: a long row of requests that are refused at once would run as deep as the row is long.
+            asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if self._buffer and not self._transport.is_closing():
+            self.data_received(b"")
+
+    def _hang_up(self) -> None:
+        """Send what is written, then close. Until the client has closed too, what it still sends is read and thrown
+        away: closing on unread bytes would reset the connection, and the answer with it."""
+        self._lingering = True
+        self._buffer = b""
+        self.touched = time.monotonic()
+        if not self._transport.is_closing():
+            self.read_on(True)
+            self._transport.write_eof()

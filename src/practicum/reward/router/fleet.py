@@ -1,0 +1,132 @@
+"""The address book: all workers, and which of them are ready for a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from practicum.errors import RouterError
+from practicum.reward.router.pace import Average
+from practicum.reward.router.policy import Policy
+from practicum.reward.router.settings import worker_address
+from practicum.reward.router.upstream import State, Upstream
+
+if TYPE_CHECKING:
+    from practicum.reward.router.connection import WorkerConnection
+
+
+class Fleet:
+    """Counts go up in `begin` and down in `end`, nowhere else. `on_room` is called whenever somebody becomes ready."""
+
+    def __init__(self, policy: Policy, max_in_flight: int, on_room: Callable[[], None]) -> None:
+        self.policy = policy
+        self.max_in_flight = max_in_flight
+        self.wanted_version: int | None = None
+        self.average = Average()
+        self.num_in_flight = 0
+        self._on_room = on_room
+        self._by_address: dict[tuple[str, int], Upstream] = {}
+        self._leaving: list[Upstream] = []  # no longer in the book, but not done yet
+
+    def __iter__(self) -> Iterator[Upstream]:
+        return iter(self._by_address.values())
+
+    def __len__(self) -> int:
+        return len(self._by_address)
+
+    def add(self, url: str) -> Upstream:
+        try:
+            _, host, port = worker_address(url)
+        except ValueError as error:
+            raise RouterError(f"{error}.") from None
+        if (host, port) in self._by_address:
+            raise RouterError(f"worker {url} is here already.")
+        upstream = Upstream(url, self.average, self.max_in_flight)
+        self._by_address[host, port] = upstream
+        return upstream
+
+    def get(self, url: str) -> Upstream:
+        try:
+            _, host, port = worker_address(url)
+        except ValueError as error:
+            raise RouterError(f"{error}.") from None
+        if (host, port) not in self._by_address:
+            known = ", ".join(upstream.url for upstream in self) or "none"
+            raise RouterError(f"worker {url} is not here; the workers are: {known}.")
+        return self._by_address[host, port]
+
+    def remove(self, upstream: Upstream) -> None:
+        """Take it out of the book. Requests it still has are finished all the same."""
+        del self._by_address[upstream.address]
+        upstream.draining = True
+        self.refresh(upstream)
+        self.policy.forget(upstream)
+        self._leaving.append(upstream)
+
+    def at_work(self) -> list[Upstream]:
+        """All workers, and those that were removed and still have requests to finish."""
+        for upstream in self._leaving:
+            if not upstream.in_flight:
+                for connection in list(upstream.idle):
+                    connection.close()
+        self._leaving = [upstream for upstream in self._leaving if upstream.in_flight]
+        return [*self, *self._leaving]
+
+    def begin(self, upstream: Upstream, connection: WorkerConnection, cost: float, now: float) -> None:
+        num_before = len(upstream.in_flight)
+        upstream.begin(connection, cost, now)
+        self.num_in_flight += 1
+        if upstream.position is not None:
+            self.policy.moved(upstream, num_before)
+            if num_before + 1 >= upstream.limit:
+                self.policy.leave(upstream)
+
+    def end(
+        self, upstream: Upstream, connection: WorkerConnection, cost: float, now: float, *, completed: bool
+    ) -> None:
+        num_before = len(upstream.in_flight)
+        upstream.end(connection, cost, now, completed)
+        self.num_in_flight -= 1
+        if upstream.position is not None:
+            self.policy.moved(upstream, num_before)
+        else:
+            self.refresh(upstream)
+
+    def is_ready(self, upstream: Upstream) -> bool:
+        return (
+            len(upstream.in_flight) < upstream.limit
+            and (upstream.state is State.UP or upstream.state is State.TRIAL)
+            and not upstream.paused
+            and not upstream.draining
+            and upstream.expects(self.wanted_version)
+        )
+
+    def refresh(self, upstream: Upstream) -> None:
+        """Something about this worker has changed: let it in, or out."""
+        ready = self.is_ready(upstream)
+        if ready and upstream.position is None:
+            self.policy.enter(upstream)
+            self._on_room()
+        elif not ready and upstream.position is not None:
+            self.policy.leave(upstream)
+
+    def want_version(self, version: int | None) -> None:
+        self.wanted_version = version
+        for upstream in list(self):
+            self.refresh(upstream)
+
+    def status_of(self, upstream: Upstream) -> str:
+        """In a word, what keeps it from requests, or how it is."""
+        if upstream.draining:
+            return "draining"
+        if upstream.paused:
+            return "paused"
+        if not upstream.expects(self.wanted_version):
+            return "stale"
+        return upstream.state.value
+
+    def close_connections(self) -> None:
+        for upstream in [*self, *self._leaving]:
+            for connection in [*upstream.idle, *upstream.in_flight]:
+                connection.close()
+            upstream.idle.clear()

@@ -1,0 +1,187 @@
+"""Who is alive: failures and slowness put a worker out, probes and trials let it back in.
+
+    starting ─ a probe is answered ─▶ up ─ failures in a row, or far slower than usual ─▶ ejected
+                                      ▲                                                     │ after a while: a probe
+                     enough successes └────────────── trial ◀──────────── answered ─────────┘ is sent
+                                                        └─ a failure, or still slow ─▶ ejected, for longer
+
+On trial a worker gets one request at a time, and one more with each that succeeds: it is tried and started slowly by
+the same rule, under any policy. Answers of 4xx are the client's affair, and a planned pause is nobody's failure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+from practicum.reward.router.connection import Failure, WorkerConnection
+from practicum.reward.router.fleet import Fleet
+from practicum.reward.router.heads import ResponseHead
+from practicum.reward.router.settings import RouterSettings
+from practicum.reward.router.upstream import State, Upstream
+
+# Requests at a time up to which a worker on trial has to work its way up, if the others have no more than half of it.
+MIN_TRIAL = 8
+# Seconds without an ejection after which earlier ones are forgotten.
+FORGIVEN_S = 30.0
+# Nobody is ejected for being slow when fewer than this share of the workers would be left.
+MIN_SHARE_LEFT = 0.5
+_MAX_DOUBLINGS = 2
+
+
+class Probe:
+    """A customer of a connection that only wants to know whether the worker answers."""
+
+    expects_no_body = False
+
+    def __init__(self, upstream: Upstream, done: Callable[[Upstream, str | None], None]) -> None:
+        self._upstream = upstream
+        self._done = done  # with what is wrong, or None
+        self._verdict: str | None = None
+
+    def interim(self, connection: WorkerConnection, head: ResponseHead) -> None:
+        pass
+
+    def whole(self, connection: WorkerConnection, head: ResponseHead, data: bytes) -> None:
+        self._done(self._upstream, None)
+
+    def begins(self, connection: WorkerConnection, head: ResponseHead) -> bool:
+        self._verdict = f"its probe was answered {head.status}" if head.status >= 500 else None
+        if head.framing.kind == "until_close":  # nothing more is to be learned from it
+            self._done(self._upstream, self._verdict)
+            return False
+        return True
+
+    def piece(self, connection: WorkerConnection, data: bytes) -> None:
+        pass
+
+    def ends(self, connection: WorkerConnection) -> None:
+        self._done(self._upstream, self._verdict)
+
+    def failed(self, connection: WorkerConnection, failure: Failure) -> None:
+        # Many graders answer nothing else while they are at work. With requests in hand, only their being late counts.
+        busy = failure.kind == "timeout" and self._upstream.state is State.UP and self._upstream.in_flight
+        self._done(self._upstream, None if busy else failure.reason)
+
+    def writable(self, connection: WorkerConnection, can_write: bool) -> None:
+        pass
+
+
+class Health:
+    def __init__(self, settings: RouterSettings, fleet: Fleet, connect: Callable[[Upstream], WorkerConnection]) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._connect = connect
+        self._probes: dict[Upstream, WorkerConnection] = {}
+
+    # What requests tell
+
+    def succeeded(self, upstream: Upstream, now: float, latency_s: float, cost: float) -> None:
+        upstream.failures_in_row = 0
+        upstream.last_success = now
+        if upstream.state is State.TRIAL:
+            usual = upstream.pace.usual
+            if usual is not None and latency_s > self._settings.slow_factor * usual * cost:
+                self.failed(upstream, f"still slow: {latency_s:.3g} s for what took it {usual * cost:.3g} s")
+                return
+            upstream.limit += 1
+            average = self._fleet.num_in_flight / max(1, len(self._fleet))
+            if upstream.limit > max(MIN_TRIAL, 2.0 * average):
+                upstream.limit = self._fleet.max_in_flight
+                upstream.state = State.UP
+                upstream.reason = ""
+            self._fleet.refresh(upstream)
+
+    def failed(self, upstream: Upstream, reason: str) -> None:
+        upstream.num_failures += 1
+        upstream.failures_in_row += 1
+        if upstream.state is State.TRIAL or (
+            upstream.state is State.UP and upstream.failures_in_row >= self._settings.eject_after
+        ):
+            self._eject(upstream, reason)
+
+    def forgive(self, upstream: Upstream) -> None:
+        """A failure that was not its own."""
+        upstream.num_failures -= 1
+        upstream.failures_in_row = max(0, upstream.failures_in_row - 1)
+
+    # What time tells
+
+    def tick(self, now: float) -> None:
+        settings = self._settings
+        for connection in list(self._probes.values()):
+            if now - connection.started > settings.probe_timeout_s:
+                connection.fail(Failure("timeout", f"its probe was not answered in {settings.probe_timeout_s:g} s"))
+        for upstream in self._fleet:
+            if upstream in self._probes:
+                continue
+            if upstream.state in (State.STARTING, State.EJECTED):
+                due = upstream.retry_at
+            else:
+                due = max(upstream.last_success, upstream.retry_at) + settings.probe_interval_s
+            if now >= due:
+                self._probe(upstream, now)
+        self._eject_slow_ones()
+
+    def stop(self) -> None:
+        for connection in self._probes.values():
+            connection.close()
+        self._probes.clear()
+
+    def _probe(self, upstream: Upstream, now: float) -> None:
+        host, port = upstream.address
+        request = (
+            f"GET {self._settings.probe_path} HTTP/1.1\r\nhost: {host if ':' not in host else f'[{host}]'}:{port}\r\n"
+            "user-agent: practicum-router\r\n\r\n"
+        )
+        # A connection of its own: one used before may be closed just now, which would tell nothing.
+        connection = self._probes[upstream] = self._connect(upstream)
+        connection.begin(Probe(upstream, self._probed), request.encode(), complete=True, now=now)
+
+    def _probed(self, upstream: Upstream, wrong: str | None) -> None:
+        self._probes.pop(upstream, None)
+        now = time.monotonic()
+        upstream.retry_at = now
+        if upstream.draining:
+            return
+        if wrong is None:
+            if upstream.state is State.STARTING:
+                upstream.state, upstream.reason = State.UP, ""
+            elif upstream.state is State.EJECTED:
+                upstream.state, upstream.limit = State.TRIAL, 1
+                upstream.failures_in_row = 0
+                upstream.pace.forget()
+            elif upstream.state is State.UP and not upstream.in_flight:
+                upstream.failures_in_row = 0
+            self._fleet.refresh(upstream)
+        elif upstream.state in (State.STARTING, State.EJECTED):
+            upstream.reason = wrong
+            upstream.retry_at = now + self._settings.retrial_s
+        else:
+            self.failed(upstream, wrong)
+
+    def _eject(self, upstream: Upstream, reason: str) -> None:
+        now = time.monotonic()
+        if upstream.state is State.TRIAL or now - upstream.last_ejection < FORGIVEN_S:
+            upstream.trials_failed = min(upstream.trials_failed + 1, _MAX_DOUBLINGS)
+        else:
+            upstream.trials_failed = 0
+        upstream.last_ejection = now
+        upstream.state = State.EJECTED
+        upstream.reason = reason
+        upstream.retry_at = now + self._settings.retrial_s * 2.0**upstream.trials_failed
+        upstream.num_ejections += 1
+        self._fleet.refresh(upstream)
+
+    def _eject_slow_ones(self) -> None:
+        """Slow is who has become slower than it was, by far more than the others have: not who always was, and not when
+        all have more to do."""
+        up = [upstream for upstream in self._fleet if upstream.state is State.UP]
+        suspects = [one for one in up if one.pace.slowdown > self._settings.slow_factor and one.in_flight]
+        if not suspects or len(up) - 1 < MIN_SHARE_LEFT * len(self._fleet):
+            return
+        worst = max(suspects, key=lambda one: one.pace.slowdown)
+        others = median(one.pace.slowdown for one in up if one is not worst) if len(up) > 1 else None
+        if others is not None and worst.pace.slowdown > self._settings.slow_factor * max(1.0, others):
+            self._eject(worst, f"{worst.pace.slowdown:.0f} times slower than usual")

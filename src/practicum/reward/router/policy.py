@@ -1,0 +1,268 @@
+"""Who gets a request. A policy chooses among the workers that are ready: alive, not paused, with room.
+
+Choosing costs about the same among ten and among a thousand: `least_requests` keeps the workers sorted by what they
+have in hand, `session` and `prefix` look up a ring of hashes, `expected_finish` compares sixteen of them at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from bisect import bisect
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Protocol
+
+from practicum.reward.router.heads import RequestHead
+from practicum.reward.router.settings import RouterSettings
+from practicum.reward.router.upstream import Upstream
+
+
+class Asked(Protocol):
+    """A request, as far as policies are concerned."""
+
+    head: RequestHead
+    cost: float
+
+    @property
+    def body(self) -> bytes:
+        """The body, or as much of it as has come."""
+        ...
+
+
+class Policy:
+    """Base of the policies: knows who is ready."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self.ready: list[Upstream] = []
+
+    def enter(self, upstream: Upstream) -> None:
+        upstream.position = len(self.ready)
+        self.ready.append(upstream)
+
+    def leave(self, upstream: Upstream) -> None:
+        position, last = upstream.position, self.ready.pop()
+        assert position is not None
+        if last is not upstream:
+            self.ready[position] = last
+            last.position = position
+        upstream.position = None
+
+    def moved(self, upstream: Upstream, num_before: int) -> None:
+        """A ready worker had `num_before` requests in flight, and now has another number."""
+
+    def forget(self, upstream: Upstream) -> None:
+        """A worker that is not ready has been removed for good."""
+
+    def choose(self, asked: Asked) -> Upstream | None:
+        raise NotImplementedError
+
+
+class RoundRobin(Policy):
+    """Each in turn."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        super().__init__(settings)
+        self._turn = -1
+
+    def choose(self, asked: Asked) -> Upstream | None:
+        if not self.ready:
+            return None
+        self._turn = (self._turn + 1) % len(self.ready)
+        return self.ready[self._turn]
+
+
+class LeastRequests(Policy):
+    """The one with the fewest in flight; of several, the one that has been so longest."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        super().__init__(settings)
+        self._by_number: dict[int, dict[Upstream, None]] = {}
+        self._fewest = 0  # nobody has fewer
+
+    def enter(self, upstream: Upstream) -> None:
+        super().enter(upstream)
+        self._put(upstream)
+
+    def leave(self, upstream: Upstream) -> None:
+        super().leave(upstream)
+        self._take(upstream, len(upstream.in_flight))
+
+    def moved(self, upstream: Upstream, num_before: int) -> None:
+        self._take(upstream, num_before)
+        self._put(upstream)
+
+    def choose(self, asked: Asked) -> Upstream | None:
+        if not self.ready:
+            return None
+        while not (level := self._by_number.get(self._fewest)):
+            self._fewest += 1
+        return next(iter(level))
+
+    def _put(self, upstream: Upstream) -> None:
+        number = len(upstream.in_flight)
+        self._by_number.setdefault(number, {})[upstream] = None
+        self._fewest = min(self._fewest, number)
+
+    def _take(self, upstream: Upstream, number: int) -> None:
+        del self._by_number[number][upstream]
+
+
+class PowerOfTwo(Policy):
+    """The emptier of two drawn at random."""
+
+    def choose(self, asked: Asked) -> Upstream | None:
+        num = len(self.ready)
+        if num < 2:
+            return self.ready[0] if num else None
+        one = int(random.random() * num)
+        other = int(random.random() * (num - 1))
+        if other >= one:
+            other += 1
+        first, second = self.ready[one], self.ready[other]
+        return first if len(first.in_flight) <= len(second.in_flight) else second
+
+
+class ExpectedFinish(Policy):
+    """The one that should be done with it first, by what it costs and how fast each worker has been."""
+
+    NUM_COMPARED = 16
+
+    def __init__(self, settings: RouterSettings) -> None:
+        super().__init__(settings)
+        self._turn = 0
+
+    def choose(self, asked: Asked) -> Upstream | None:
+        compared: Sequence[Upstream] = self.ready
+        num = len(compared)
+        self._turn += 1
+        if num > self.NUM_COMPARED:
+            start = self._turn * self.NUM_COMPARED % num
+            compared = self.ready[start : start + self.NUM_COMPARED]
+            if len(compared) < self.NUM_COMPARED:
+                compared = compared + self.ready[: self.NUM_COMPARED - len(compared)]
+        elif num > 1:  # another one comes first each time, so that ties go round
+            start = self._turn % num
+            compared = self.ready[start:] + self.ready[:start]
+        best, earliest, cost = None, float("inf"), asked.cost
+        for upstream in compared:
+            finish_s = upstream.pace.finish_s(cost, len(upstream.in_flight), upstream.backlog)
+            if finish_s < earliest:
+                best, earliest = upstream, finish_s
+        return best
+
+
+class Ring:
+    """Workers on a circle, each at many places: a key belongs to the next one, and keeps it when others come or go."""
+
+    NUM_PLACES = 64
+
+    def __init__(self) -> None:
+        self._hashes: list[int] = []  # in order
+        self._owners: list[Upstream] = []  # of the places at these hashes
+        self._members: set[Upstream] = set()
+
+    def add(self, upstream: Upstream) -> None:
+        """Who is here already keeps its places, also while it is not ready: it may be back soon."""
+        if upstream not in self._members:
+            self._members.add(upstream)
+            for place in range(self.NUM_PLACES):
+                key = _hash(f"{upstream.url}#{place}".encode())
+                index = bisect(self._hashes, key)
+                self._hashes.insert(index, key)
+                self._owners.insert(index, upstream)
+
+    def remove(self, upstream: Upstream) -> None:
+        if upstream in self._members:
+            self._members.remove(upstream)
+            kept = [index for index, owner in enumerate(self._owners) if owner is not upstream]
+            self._hashes = [self._hashes[index] for index in kept]
+            self._owners = [self._owners[index] for index in kept]
+
+    def first(self, key: bytes, suits: Callable[[Upstream], bool]) -> Upstream | None:
+        start = bisect(self._hashes, _hash(key))
+        for index in range(len(self._owners)):
+            upstream = self._owners[(start + index) % len(self._owners)]
+            if suits(upstream):
+                return upstream
+        return None
+
+
+def _hash(key: bytes) -> int:
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "big")
+
+
+class Session(LeastRequests):
+    """All requests of a session to one worker; those without one to the worker with the fewest in flight."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        super().__init__(settings)
+        self._ring = Ring()
+
+    def enter(self, upstream: Upstream) -> None:
+        super().enter(upstream)
+        self._ring.add(upstream)
+
+    def forget(self, upstream: Upstream) -> None:
+        self._ring.remove(upstream)
+
+    def key(self, asked: Asked) -> bytes | None:
+        return asked.head.session
+
+    def suits(self, upstream: Upstream) -> bool:
+        return upstream.position is not None
+
+    def choose(self, asked: Asked) -> Upstream | None:
+        key = self.key(asked) if self.ready else None
+        return super().choose(asked) if key is None else self._ring.first(key, self.suits)
+
+
+class Prefix(Session):
+    """Prompts that begin alike to one worker, whose cache knows the beginning, unless it has far more in hand than the
+    others."""
+
+    MAX_LOAD = 1.25  # times the average
+    _PROMPT = re.compile(rb'"(?:prompt|messages|input|text|conversation)"\s*:\s*')
+
+    def __init__(self, settings: RouterSettings) -> None:
+        super().__init__(settings)
+        self._num_bytes = settings.prefix_bytes
+        self._num_in_flight = 0
+        self._most = 0
+
+    def enter(self, upstream: Upstream) -> None:
+        super().enter(upstream)
+        self._num_in_flight += len(upstream.in_flight)
+
+    def leave(self, upstream: Upstream) -> None:
+        super().leave(upstream)
+        self._num_in_flight -= len(upstream.in_flight)
+
+    def moved(self, upstream: Upstream, num_before: int) -> None:
+        super().moved(upstream, num_before)
+        self._num_in_flight += len(upstream.in_flight) - num_before
+
+    def key(self, asked: Asked) -> bytes | None:
+        body = asked.body
+        found = self._PROMPT.search(body)
+        start = found.end() if found else 0
+        return body[start : start + self._num_bytes] or None
+
+    def suits(self, upstream: Upstream) -> bool:
+        return upstream.position is not None and len(upstream.in_flight) < self._most
+
+    def choose(self, asked: Asked) -> Upstream | None:
+        if self.ready:
+            self._most = math.ceil(self.MAX_LOAD * (self._num_in_flight + 1) / len(self.ready))
+        return super().choose(asked)
+
+
+POLICIES: dict[str, type[Policy]] = {
+    "expected_finish": ExpectedFinish,
+    "least_requests": LeastRequests,
+    "round_robin": RoundRobin,
+    "power_of_two": PowerOfTwo,
+    "session": Session,
+    "prefix": Prefix,
+}

@@ -1,0 +1,107 @@
+"""The running router: listens, ticks, and stops by finishing what it has begun."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from contextlib import suppress
+
+from practicum.errors import RouterError
+from practicum.reward.router.admin import Admin
+from practicum.reward.router.client import ClientConnection
+from practicum.reward.router.desk import TICK_S, Desk
+from practicum.reward.router.settings import RouterSettings
+
+# Connections that may wait to be accepted. An event loop's default of 100 makes bursts wait for a second.
+BACKLOG = 4096
+
+
+class RouterServer:
+    """One router in the running event loop. `start` raises a `RouterError` when a port cannot be had."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._servers: list[asyncio.Server] = []
+        self._ticking: asyncio.Task[None] | None = None
+        self.desk = Desk(settings)
+        self.port = 0
+        self.admin_port: int | None = None
+
+    @property
+    def url(self) -> str:
+        return _url(self._settings.host, self.port)
+
+    @property
+    def admin_url(self) -> str:
+        """Where the control plane's calls begin."""
+        return f"{self.url}/router" if self.admin_port is None else _url(self._settings.host, self.admin_port)
+
+    async def start(self) -> None:
+        settings = self._settings
+        shared = Admin(self.desk, settings.token) if settings.admin_port is None else None
+        self.port = await self._listen(settings.port, shared)
+        if settings.admin_port is not None:
+            try:
+                self.admin_port = await self._listen(settings.admin_port, Admin(self.desk, settings.token, prefix=""))
+            except RouterError:
+                await self._stop_listening()
+                raise
+        self._ticking = asyncio.get_running_loop().create_task(self._tick())
+
+    async def stop(self) -> None:
+        """Take no new connections, finish what is under way, and close. Waits `drain_timeout_s` at most."""
+        self.desk.draining = True
+        await self._stop_listening()
+        deadline = time.monotonic() + self._settings.drain_timeout_s
+        while self.desk.num_under_way and time.monotonic() < deadline:
+            for client in list(self.desk.clients):
+                client.close_if_idle()
+            await asyncio.sleep(TICK_S)
+        lingering_until = min(deadline, time.monotonic() + 1.0)
+        for client in list(self.desk.clients):
+            client.close_if_idle()
+        while self.desk.clients and time.monotonic() < lingering_until:  # last answers are still being sent
+            await asyncio.sleep(TICK_S / 5)
+        for client in list(self.desk.clients):
+            client.close()
+        if self._ticking is not None:
+            self._ticking.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._ticking
+        self.desk.health.stop()
+        self.desk.fleet.close_connections()
+        await asyncio.sleep(0)  # let the transports go
+
+    async def _listen(self, port: int, admin: Admin | None) -> int:
+        host = self._settings.host
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            listener.close()
+            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+            raise RouterError(
+                f"cannot listen at {host} port {port}: {reason}. Choose another port, or 0 for a free one."
+            ) from None
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: ClientConnection(self.desk, admin), sock=listener, backlog=BACKLOG)
+        self._servers.append(server)
+        return int(listener.getsockname()[1])
+
+    async def _stop_listening(self) -> None:
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
+
+    async def _tick(self) -> None:
+        while True:
+            self.desk.tick()
+            await asyncio.sleep(TICK_S)
+
+
+def _url(host: str, port: int) -> str:
+    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"

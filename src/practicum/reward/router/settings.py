@@ -1,0 +1,128 @@
+"""What a router can be told. Frozen, checked when it is made, unknown names refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from practicum.errors import RouterError
+
+
+class RouterSettings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    workers: tuple[str, ...] = ()
+    """Addresses of the workers, such as http://10.0.0.7:8000. More can be added while it runs."""
+    policy: str = "expected_finish"
+    """Who gets a request: expected_finish, least_requests, round_robin, power_of_two, session or prefix."""
+    host: str = "127.0.0.1"
+    """The address to listen at; 0.0.0.0 for all of this machine's."""
+    port: int = Field(0, ge=0, le=65535)
+    """The port to listen at; 0 takes a free one."""
+    admin_port: int | None = Field(None, ge=0, le=65535)
+    """A port of its own for the control plane. Without it the control plane is at /router of the same port."""
+    token: str | None = Field(None, min_length=1)
+    """What callers of the control plane must send as bearer token. Without one it serves this machine only."""
+
+    max_in_flight: int = Field(256, ge=1)
+    """Requests one worker may have at a time; the others wait."""
+    max_waiting: int = Field(10_000, ge=0)
+    """Requests that may wait for a worker; beyond that the least urgent are turned away with 429 or 503."""
+    wait_timeout_s: float = Field(60.0, gt=0)
+    """How long a request may wait for a worker."""
+    connect_timeout_s: float = Field(2.0, gt=0)
+    """How long a worker may take to accept a connection."""
+    response_timeout_s: float = Field(600.0, gt=0)
+    """How long a worker may be silent while a request is with it: until its answer begins, and between its parts."""
+    drain_timeout_s: float = Field(30.0, gt=0)
+    """How long a stopping router waits for requests that are under way."""
+
+    max_attempts: int = Field(3, ge=1)
+    """Workers that one request may be sent to. Refused connections don't count."""
+    retry_share: float = Field(0.2, ge=0, le=1)
+    """Retries and hedges allowed, as a share of all requests (and 100 at once beyond that)."""
+    hedge_quantile: float | None = Field(None, gt=0, lt=1)
+    """Send a request to a second worker when it takes longer than this share of requests do; the first answer wins."""
+
+    probe_path: str = Field("/health", pattern=r"^/[!-~]*$")
+    """Where a worker is asked whether it lives. Any answer below 500 will do."""
+    probe_interval_s: float = Field(1.0, gt=0)
+    """How often a worker without other signs of life is asked."""
+    probe_timeout_s: float = Field(1.0, gt=0)
+    """How long it may take to answer."""
+    eject_after: int = Field(3, ge=1)
+    """Failures in a row after which a worker gets no more requests."""
+    slow_factor: float = Field(5.0, gt=1)
+    """A worker that has become this many times slower than it was, and than the others have, gets none either."""
+    retrial_s: float = Field(0.5, gt=0)
+    """When an ejected worker is tried again; twice as long after each failed trial, up to four times this."""
+
+    session_header: str = Field("x-practicum-session", pattern=r"^[A-Za-z0-9-]+$")
+    """Requests with the same value here go to the same worker (policy session)."""
+    prefix_bytes: int = Field(256, ge=1)
+    """Prompts that begin with the same bytes go to the same worker (policy prefix)."""
+
+    @field_validator("workers")
+    @classmethod
+    def _no_worker_twice(cls, workers: tuple[str, ...]) -> tuple[str, ...]:
+        addresses = [worker_address(url) for url in workers]
+        for index, address in enumerate(addresses):
+            if address in addresses[:index]:
+                raise ValueError(f"worker {workers[index]} is named twice")
+        return workers
+
+    @field_validator("policy")
+    @classmethod
+    def _policy_is_known(cls, policy: str) -> str:
+        from practicum.reward.router.policy import POLICIES
+
+        if policy not in POLICIES:
+            raise ValueError(f"policy {policy!r} is not known; the policies are: {', '.join(POLICIES)}")
+        return policy
+
+    @classmethod
+    def make(cls, **values: Any) -> RouterSettings:
+        """Settings from keyword arguments. A `RouterError` names the one that cannot be used."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(str(part) for part in first["loc"])
+            if first["type"] == "extra_forbidden":
+                known = ", ".join(cls.model_fields)
+                raise RouterError(f"router setting {name!r} is not known; the settings are: {known}.") from None
+            what = first["msg"].removeprefix("Value error, ")
+            raise RouterError(f"router setting {name}={first['input']!r}: {what}.") from None
+
+
+def worker_address(url: str) -> tuple[str, str, int]:
+    """Scheme, host and port of a worker. A `ValueError` when the URL is not one of a worker."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"worker {url!r}: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii():
+        raise ValueError(f"worker {url!r} is not a URL such as http://10.0.0.7:8000")
+    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
+        raise ValueError(
+            f"worker {url!r}: only scheme, host and port can be given, since requests are passed on as they are"
+        )
+    if port == 0:
+        raise ValueError(f"worker {url!r} has no port that can be connected to")
+    return parts.scheme, parts.hostname, port or (443 if parts.scheme == "https" else 80)
+
+
+def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
+    """Settings from NAME=VALUE. Values are read as YAML, as in the config."""
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise RouterError(f"--set {pair}: write NAME=VALUE.")
+        values[name] = yaml.safe_load(text)
+    return values

@@ -1,0 +1,115 @@
+"""A worker as the router sees it: its address, what it has in hand, how it is, and the connections to it."""
+
+from __future__ import annotations
+
+import enum
+import math
+import ssl
+import time
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from practicum.reward.router.pace import Average, Pace
+from practicum.reward.router.settings import worker_address
+
+if TYPE_CHECKING:
+    from practicum.reward.router.connection import WorkerConnection
+
+# Counting the older ones takes longer the more are in flight, so that with many it is done now and then.
+_ALWAYS_COUNTED = 8
+_COUNT_EVERY = 8
+_MAX_COUNTED = 1024
+
+
+class State(enum.Enum):
+    """How a worker is. What an operator has asked of it (drain, pause) and its version are told apart from this."""
+
+    STARTING = "starting"  # has not answered a probe yet
+    UP = "up"
+    TRIAL = "trial"  # was ejected, and gets a few requests, one more with each that succeeds
+    EJECTED = "ejected"
+
+
+class Upstream:
+    __slots__ = (
+        "address",
+        "backlog",
+        "draining",
+        "failures_in_row",
+        "idle",
+        "in_flight",
+        "last_ejection",
+        "last_success",
+        "limit",
+        "num_ejections",
+        "num_failures",
+        "num_requests",
+        "pace",
+        "paused",
+        "position",
+        "probing",
+        "reason",
+        "retry_at",
+        "seconds",
+        "state",
+        "tls",
+        "trials_failed",
+        "url",
+        "version",
+    )
+
+    def __init__(self, url: str, average: Average, limit: int) -> None:
+        scheme, host, port = worker_address(url)
+        self.url = url.rstrip("/")
+        self.address = (host, port)
+        self.tls = ssl.create_default_context() if scheme == "https" else None
+        self.in_flight: dict[WorkerConnection, None] = {}  # oldest first
+        self.backlog = 0.0  # their cost
+        self.idle: list[WorkerConnection] = []  # used last comes last, and is used first
+        self.pace = Pace(average, time.monotonic())
+        self.limit = limit  # requests at a time
+        self.position: int | None = None  # among the ready ones
+        self.state = State.STARTING
+        self.reason = "not probed yet"
+        self.paused = False
+        self.draining = False
+        self.version: int | None = None
+        self.failures_in_row = 0
+        self.trials_failed = 0
+        self.retry_at = 0.0
+        self.probing = False
+        self.last_success = 0.0
+        self.last_ejection = -math.inf
+        self.num_requests = 0
+        self.num_failures = 0
+        self.num_ejections = 0
+        self.seconds = 0.0  # all its requests took together
+
+    def begin(self, connection: WorkerConnection, cost: float, now: float) -> None:
+        self.pace.began(now, len(self.in_flight))
+        self.in_flight[connection] = None
+        self.backlog += cost
+        self.num_requests += 1
+
+    def end(self, connection: WorkerConnection, cost: float, now: float, completed: bool) -> None:
+        """Give back what `begin` took. Only what was completed teaches anything about its pace."""
+        num = len(self.in_flight)
+        if completed:
+            older = None
+            if num <= _ALWAYS_COUNTED or self.num_requests % _COUNT_EVERY == 0:
+                older = self._num_older(connection)
+            self.pace.ended(now, num, cost, older)
+        else:
+            self.pace.began(now, num)
+        del self.in_flight[connection]
+        self.backlog = self.backlog - cost if num > 1 else 0.0  # exact when empty, whatever rounding did
+
+    def _num_older(self, connection: WorkerConnection) -> int | None:
+        for index, other in enumerate(islice(self.in_flight, _MAX_COUNTED)):
+            if other is connection:
+                return index
+        return None
+
+    def expects(self, wanted_version: int | None) -> bool:
+        """Are its weights as new as wanted?"""
+        return wanted_version is None or (self.version is not None and self.version >= wanted_version)

@@ -11,56 +11,50 @@ import re
 
 from practicum.reward.router.heads import RequestHead
 
-_MARK = b'"max_'
 _MAX_TOKENS = re.compile(rb'"max_(?:completion_|new_)?tokens"\s*:\s*([0-9]{1,9})')
 # A prompt's byte costs about this much of a token that is written: some four bytes a token, read a dozen times faster.
 _TOKENS_PER_BYTE = 0.02
-# A mean is that of all values at first, and then fades at this rate.
+# A mean is that of all values at first; then older ones fade at this rate.
 _RATE = 0.02
-
-
-class _Mean:
-    __slots__ = ("_num", "value")
-
-    def __init__(self) -> None:
-        self.value = 0.0
-        self._num = 0
-
-    def add(self, value: float) -> None:
-        self._num += 1
-        self.value += (value - self.value) * max(1.0 / self._num, _RATE)
+_NUM_PLAIN = 50
 
 
 class Kind:
-    """One way to tell costs."""
+    """One way to tell costs: the mean of the values it has told, and of the seconds that such requests took."""
 
-    __slots__ = ("scale", "seconds", "values")
+    __slots__ = ("num_values", "scale", "seconds", "value")
 
     def __init__(self) -> None:
-        self.values = _Mean()
-        self.seconds = _Mean()
+        self.value = 0.0
+        self.num_values = 0
+        self.seconds = 0.0
         self.scale = 1.0  # how long such requests take, where 1 is what all requests take
 
 
 class Costs:
     def __init__(self) -> None:
-        self._header, self._tokens, self._length = Kind(), Kind(), Kind()
-        self._seconds = _Mean()
+        self._header, self._tokens, self._length = self._kinds = (Kind(), Kind(), Kind())
 
     def of(self, head: RequestHead, body: bytes) -> tuple[float, Kind]:
         """A new request's cost, and what told it."""
         if head.cost is not None:
             kind, value = self._header, head.cost
-        elif _MARK in body and (found := _MAX_TOKENS.search(body)):
+        elif b"_" in body and (found := _MAX_TOKENS.search(body)):
             kind, value = self._tokens, int(found[1]) + 1.0 + _TOKENS_PER_BYTE * len(body)
         else:
             kind, value = self._length, len(body) + 1.0
-        kind.values.add(value)
-        return value / kind.values.value * kind.scale, kind
+        num = kind.num_values = kind.num_values + 1
+        kind.value += (value - kind.value) * (_RATE if num > _NUM_PLAIN else 1.0 / num)
+        return value / kind.value * kind.scale, kind
 
     def learn(self, kind: Kind, seconds: float) -> None:
         """A request of this kind took so long."""
-        self._seconds.add(seconds)
-        kind.seconds.add(seconds)
-        if self._seconds.value:
-            kind.scale = kind.seconds.value / self._seconds.value
+        kind.seconds += (seconds - kind.seconds) * (_RATE if kind.seconds else 1.0)
+
+    def tick(self) -> None:
+        """Hold the kinds against each other."""
+        known = [kind for kind in self._kinds if kind.seconds]
+        total = sum(kind.num_values for kind in known)
+        mean = sum(kind.seconds * kind.num_values for kind in known) / total if total else 0.0
+        for kind in known:
+            kind.scale = kind.seconds / mean

@@ -59,7 +59,7 @@ class Desk:
         self.budget = Budget(settings.retry_share)
         self.policy = POLICIES[settings.policy](settings)
         self.fleet = Fleet(self.policy, settings.max_in_flight, self._serve_waiting)
-        self.health = Health(settings, self.fleet, self.connect)
+        self.health = Health(settings, self.fleet, self.connect, self._ask_others_too)
         self.clients: set[ClientConnection] = set()
         self.read_request = Remembered(RequestReader(settings.session_header))
         self.draining = False
@@ -119,18 +119,22 @@ class Desk:
         now = time.monotonic()
         self._num_ticks += 1
         busy_s = done = 0.0
+        most_tried = 1
         for upstream in self.fleet.at_work():
             upstream.pace.tick(now, len(upstream.in_flight))
             one_busy_s, one_done = upstream.pace.evidence
             busy_s, done = busy_s + one_busy_s, done + one_done
+            most_tried = max(most_tried, upstream.pace.most_tried)
             for connection in list(upstream.in_flight):
                 self._check_silence(connection, now)
+        self.fleet.average.most_tried = most_tried
         if done > 0.0:
             self.fleet.average.pace = busy_s / done
+        self.costs.tick()
         self.health.tick(now)
         self._turn_away_late_ones(now)
         if self._latencies is not None:
-            self._hedge(now, self._latencies)
+            self._hedge_stragglers(now, self._latencies)
         if self._num_ticks % _SLOW_TICKS == 0:
             self._close_silent_connections(now)
 
@@ -138,7 +142,7 @@ class Desk:
         if exchange.tried:
             if (other := self.untried(exchange)) is not None:
                 return other
-            exchange.tried.clear()  # all were asked: from the beginning
+            exchange.tried = frozenset()  # all were asked: from the beginning
         return self.policy.choose(exchange)
 
     def _let_wait(self, exchange: Exchange) -> None:
@@ -190,7 +194,7 @@ class Desk:
             else:
                 connection.fail(Failure("timeout", f"silent for {settings.response_timeout_s:g} s"))
 
-    def _hedge(self, now: float, latencies: Quantile) -> None:
+    def _hedge_stragglers(self, now: float, latencies: Quantile) -> None:
         assert self.settings.hedge_quantile is not None
         limit = latencies.value(self.settings.hedge_quantile)
         if limit is None:
@@ -199,11 +203,22 @@ class Desk:
             for connection in list(upstream.in_flight):
                 exchange = connection.customer
                 assert isinstance(exchange, Exchange)
-                if now - connection.started > limit * exchange.cost and exchange.can_be_hedged and not exchange.hedged:
-                    exchange.tried.add(upstream)
-                    other = self.untried(exchange)
-                    if other is not None and self.budget.take():
-                        exchange.hedge(other)
+                if now - connection.started > limit * exchange.cost:
+                    self._hedge(exchange, upstream)
+
+    def _ask_others_too(self, upstream: Upstream) -> None:
+        """A worker has become slow: those who wait for it need not wait for it alone."""
+        for connection in list(upstream.in_flight):
+            exchange = connection.customer
+            assert isinstance(exchange, Exchange)
+            self._hedge(exchange, upstream)
+
+    def _hedge(self, exchange: Exchange, upstream: Upstream) -> None:
+        if exchange.can_be_hedged:
+            exchange.tried |= {upstream}
+            other = self.untried(exchange)
+            if other is not None and self.budget.take():
+                exchange.hedge(other)
 
     def _close_silent_connections(self, now: float) -> None:
         for upstream in self.fleet:

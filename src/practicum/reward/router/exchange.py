@@ -11,6 +11,7 @@ What `Fleet.begin` counts for an attempt, `_release` gives back, on every way ou
 from __future__ import annotations
 
 import time
+from collections.abc import Set
 from typing import TYPE_CHECKING, Protocol
 
 from practicum.reward.router.connection import Failure, WorkerConnection
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 # A request is kept for another try up to this size; beyond it, what has been sent is gone.
 MAX_KEPT_BYTES = 1024 * 1024
+_NOBODY: Set[Upstream] = frozenset()
 RETRIED_STATUSES = frozenset({500, 502, 503, 504})
 
 
@@ -78,14 +80,14 @@ class Exchange:
         self.complete = complete  # has all of the request come?
         self.arrived = now
         self.waiting_since: float | None = None
-        self.tried: set[Upstream] = set()
+        self.tried: Set[Upstream] = _NOBODY
         self.num_attempts = 0
         self.hedged = False
         self._desk = desk
         self._asker = asker
         self._attempts: list[WorkerConnection] = []
         self._answer: WorkerConnection | None = None  # the attempt whose answer is passed on
-        self._blamed: list[Upstream] = []  # answered 500, which may be the request's own fault
+        self._blamed: list[Upstream] | None = None  # answered 500, which may be the request's own fault
         self._status = 0
         self._close = False
         self._kept = [data]
@@ -139,7 +141,7 @@ class Exchange:
 
     def hedge(self, upstream: Upstream) -> None:
         self.hedged = True
-        self.tried.add(upstream)
+        self.tried |= {upstream}
         self._desk.stats.hedges += 1
         self.attempt(upstream)
 
@@ -159,7 +161,9 @@ class Exchange:
 
     @property
     def can_be_hedged(self) -> bool:
-        return len(self._attempts) == 1 and self._answer is None and self.complete and self._keepable
+        return (
+            not self.hedged and len(self._attempts) == 1 and self._answer is None and self.complete and self._keepable
+        )
 
     # From the connection to a worker
 
@@ -211,7 +215,7 @@ class Exchange:
             self._desk.stats.cut += 1
             self._asker.cut()
         elif not self._attempts:  # or the other one may still answer
-            self.tried.add(upstream)
+            self.tried |= {upstream}
             if failure.kind != "refused":
                 self.num_attempts += 1
             if self._may_retry(free=failure.kind == "refused"):
@@ -231,10 +235,10 @@ class Exchange:
         """A worker answered that it cannot. True when somebody else is asked instead."""
         upstream = connection.upstream
         self._desk.health.failed(upstream, f"it answered {status}")
-        self.tried.add(upstream)
+        self.tried |= {upstream}
         self.num_attempts += 1
         if status == 500:
-            self._blamed.append(upstream)
+            self._blamed = [*(self._blamed or ()), upstream]
         if len(self._attempts) > 1:  # the other one may still answer
             self._release(connection, completed=False)
             return True
@@ -243,7 +247,9 @@ class Exchange:
             self._release(connection, completed=False)
             self.attempt(other)
             return True
-        if len(self._blamed) > 1:  # several workers find it too hard: it is the request, and not they
+        if (
+            self._blamed is not None and len(self._blamed) > 1
+        ):  # several workers find it too hard: it is the request, and not they
             for innocent in self._blamed:
                 self._desk.health.forgive(innocent)
         return False

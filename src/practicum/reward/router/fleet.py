@@ -20,10 +20,10 @@ class Fleet:
 
     def __init__(self, policy: Policy, max_in_flight: int, on_room: Callable[[], None]) -> None:
         self.policy = policy
+        self._follows_moves = type(policy).moved is not Policy.moved  # a call saved for each request and policy
         self.max_in_flight = max_in_flight
         self.wanted_version: int | None = None
         self.average = Average()
-        self.num_in_flight = 0
         self._on_room = on_room
         self._by_address: dict[tuple[str, int], Upstream] = {}
         self._leaving: list[Upstream] = []  # no longer in the book, but not done yet
@@ -33,6 +33,10 @@ class Fleet:
 
     def __len__(self) -> int:
         return len(self._by_address)
+
+    @property
+    def num_in_flight(self) -> int:
+        return self.policy.num_in_flight
 
     def add(self, url: str) -> Upstream:
         try:
@@ -73,24 +77,37 @@ class Fleet:
         return [*self, *self._leaving]
 
     def begin(self, upstream: Upstream, connection: WorkerConnection, cost: float, now: float) -> None:
-        num_before = len(upstream.in_flight)
-        upstream.begin(connection, cost, now)
-        self.num_in_flight += 1
+        in_flight = upstream.in_flight
+        num_before = len(in_flight)
+        upstream.pace.passed(now, num_before)
+        in_flight[connection] = num_before + 1
+        upstream.backlog += cost
+        upstream.num_requests += 1
+        self.policy.num_in_flight += 1
         if upstream.position is not None:
-            self.policy.moved(upstream, num_before)
+            if self._follows_moves:
+                self.policy.moved(upstream, num_before)
             if num_before + 1 >= upstream.limit:
                 self.policy.leave(upstream)
 
     def end(
         self, upstream: Upstream, connection: WorkerConnection, cost: float, now: float, *, completed: bool
     ) -> None:
+        """Give back what `begin` took. Only what was completed teaches anything about the worker's pace."""
         num_before = len(upstream.in_flight)
-        upstream.end(connection, cost, now, completed)
-        self.num_in_flight -= 1
-        if upstream.position is not None:
-            self.policy.moved(upstream, num_before)
+        if completed:
+            older = upstream.num_older(connection)
+            came_as = upstream.in_flight.pop(connection)
+            upstream.pace.ended(now, num_before, cost, now - connection.started, came_as, older)
         else:
+            del upstream.in_flight[connection]
+            upstream.pace.passed(now, num_before)
+        upstream.backlog = upstream.backlog - cost if num_before > 1 else 0.0  # exact when empty, whatever rounding did
+        self.policy.num_in_flight -= 1
+        if upstream.position is None:
             self.refresh(upstream)
+        elif self._follows_moves:
+            self.policy.moved(upstream, num_before)
 
     def is_ready(self, upstream: Upstream) -> bool:
         return (

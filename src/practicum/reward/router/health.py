@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from operator import itemgetter
 from statistics import median
 
 from practicum.reward.router.connection import Failure, WorkerConnection
@@ -27,6 +28,10 @@ MIN_TRIAL = 8
 FORGIVEN_S = 30.0
 # Nobody is ejected for being slow when fewer than this share of the workers would be left.
 MIN_SHARE_LEFT = 0.5
+# Shorter than this no delay is held against a worker on trial: its caches may be cold.
+MIN_PATIENCE_S = 0.1
+# So many requests must be waiting for a worker before their age counts: a single one may just be a hard one.
+MIN_WAITING = 3
 _MAX_DOUBLINGS = 2
 
 
@@ -69,10 +74,17 @@ class Probe:
 
 
 class Health:
-    def __init__(self, settings: RouterSettings, fleet: Fleet, connect: Callable[[Upstream], WorkerConnection]) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        fleet: Fleet,
+        connect: Callable[[Upstream], WorkerConnection],
+        on_slow: Callable[[Upstream], None],
+    ) -> None:
         self._settings = settings
         self._fleet = fleet
         self._connect = connect
+        self._on_slow = on_slow  # what such a worker has in hand may be needed sooner
         self._probes: dict[Upstream, WorkerConnection] = {}
 
     # What requests tell
@@ -81,9 +93,8 @@ class Health:
         upstream.failures_in_row = 0
         upstream.last_success = now
         if upstream.state is State.TRIAL:
-            usual = upstream.pace.usual
-            if usual is not None and latency_s > self._settings.slow_factor * usual * cost:
-                self.failed(upstream, f"still slow: {latency_s:.3g} s for what took it {usual * cost:.3g} s")
+            if latency_s > self._patience_s(upstream, cost):
+                self.failed(upstream, f"still slow: a request took {latency_s:.3g} s")
                 return
             upstream.limit += 1
             average = self._fleet.num_in_flight / max(1, len(self._fleet))
@@ -122,7 +133,8 @@ class Health:
                 due = max(upstream.last_success, upstream.retry_at) + settings.probe_interval_s
             if now >= due:
                 self._probe(upstream, now)
-        self._eject_slow_ones()
+        self._eject_slow_ones(now)
+        self._eject_late_trials(now)
 
     def stop(self) -> None:
         for connection in self._probes.values():
@@ -174,14 +186,35 @@ class Health:
         upstream.num_ejections += 1
         self._fleet.refresh(upstream)
 
-    def _eject_slow_ones(self) -> None:
+    def _eject_slow_ones(self, now: float) -> None:
         """Slow is who has become slower than it was, by far more than the others have: not who always was, and not when
         all have more to do."""
-        up = [upstream for upstream in self._fleet if upstream.state is State.UP]
-        suspects = [one for one in up if one.pace.slowdown > self._settings.slow_factor and one.in_flight]
-        if not suspects or len(up) - 1 < MIN_SHARE_LEFT * len(self._fleet):
+        slowdowns = {one: _slowdown(one, now) for one in self._fleet if one.state is State.UP}
+        if len(slowdowns) < 2 or len(slowdowns) - 1 < MIN_SHARE_LEFT * len(self._fleet):
             return
-        worst = max(suspects, key=lambda one: one.pace.slowdown)
-        others = median(one.pace.slowdown for one in up if one is not worst) if len(up) > 1 else None
-        if others is not None and worst.pace.slowdown > self._settings.slow_factor * max(1.0, others):
-            self._eject(worst, f"{worst.pace.slowdown:.0f} times slower than usual")
+        worst, slowdown = max(slowdowns.items(), key=itemgetter(1))
+        if slowdown > self._settings.slow_factor * max(1.0, median(slowdowns.values())):
+            self._eject(worst, f"{slowdown:.0f} times slower than usual")
+            self._on_slow(worst)
+
+    def _eject_late_trials(self, now: float) -> None:
+        for upstream in self._fleet:
+            if upstream.state is State.TRIAL and upstream.in_flight:
+                oldest, num = next(iter(upstream.in_flight)), len(upstream.in_flight)
+                waited_s = now - oldest.started
+                if waited_s > self._patience_s(upstream, upstream.backlog / num):
+                    self.failed(upstream, f"still slow: a request has waited for {waited_s:.3g} s")
+                    self._on_slow(upstream)
+
+    def _patience_s(self, upstream: Upstream, cost: float) -> float:
+        """How long a worker on trial may take for a request."""
+        if upstream.pace.usual is None:
+            return self._settings.response_timeout_s
+        return max(MIN_PATIENCE_S, self._settings.slow_factor * upstream.pace.usual * cost)
+
+
+def _slowdown(upstream: Upstream, now: float) -> float:
+    num, age = len(upstream.in_flight), 0.0
+    if num >= MIN_WAITING:
+        age = sum(now - connection.started for connection in upstream.in_flight) / upstream.backlog
+    return upstream.pace.slowdown(age)

@@ -2,10 +2,14 @@
 
 A worker is taken for a row of slots that each do a unit of cost in `pace` seconds; what exceeds the slots waits there.
 
-- *slots*: when a request is done while older ones are still running, those ran beside it. The most that were seen
-  running beside one, lately, is how much the worker does at once.
-- *pace*: the time its slots were busy, divided by the cost that it finished meanwhile. Time counts while it passes, so
+- *alone*: how long a unit of cost takes when nothing is in its way. Known from requests that came when no more were
+  here than have been seen to run at once: when one is done before others that came earlier, those ran beside it.
+- *slots*: as long as requests take about as long as alone, however many there are, no limit is in sight. Once they take
+  longer, what the worker gets done in a second, times how long a unit takes alone, is what it does at once.
+- *pace*: the time its slots were busy, divided by the cost that was done meanwhile. Time counts while it passes, so
   a worker that hangs looks slower at every tick, though it finishes nothing.
+
+- *slowdown*: how much longer requests take than they usually do here, beyond what more of them explain.
 
 Evidence fades with each completion and with time. What is left of it is mixed with what all workers do on average:
 a worker that nothing is known of counts as average, and so one that was slow long ago is tried again.
@@ -15,26 +19,32 @@ from __future__ import annotations
 
 import math
 
-# Completions after which evidence has faded to a third. Half and twice as many make no difference to the makespan.
+# Completions after which evidence has faded to a third. Twice as many make no difference to the makespan.
 WINDOW = 48
 # Average requests' worth of belief in the average worker.
 PRIOR = 2.0
-# How much slower a request is taken to run on a full worker than on an empty one: between equals the emptier one wins.
-CROWDING = 0.5
+# What a request is taken to lose to those that run beside it, if they are as many as workers have on average: as much
+# again. Between workers about as fast the emptier one wins; with half of this, noise still piles requests up.
+CROWDING = 1.0
+# Requests must take this many times longer than alone before a limit is in sight.
+QUEUEING = 1.5
 _FADE = 1.0 - 1.0 / WINDOW
-_SLOTS_WINDOW = 64  # completions for which a number of slots is remembered, at least
-_ENOUGH = 20  # completions after which a worker's usual pace is known
+_MEMORY = 64  # completions for which the most that ran at once are remembered, at least
+_ENOUGH = 20  # completions after which it is known what is usual
+_RECENT = 1.0 / 8.0  # share of the latest completion in what is recent
+_MAX_OUTLIER = 10.0  # a single request counts as at most this many times slower than usual
 
 
 class Average:
     """What all workers of a router do on average."""
 
-    __slots__ = ("cost", "latency_s", "pace")
+    __slots__ = ("cost", "latency_s", "most_tried", "pace")
 
     def __init__(self) -> None:
         self.cost = 1.0
         self.pace = 1.0
         self.latency_s = 0.0
+        self.most_tried = 1  # requests at a time, of any worker
 
     def learn(self, cost: float, latency_s: float) -> None:
         self.cost += 0.02 * (cost - self.cost)
@@ -43,13 +53,20 @@ class Average:
 
 class Pace:
     __slots__ = (
+        "_alone",
         "_average",
-        "_busy_s",
         "_done",
         "_most",
         "_most_before",
         "_num_done",
+        "_on_s",
+        "_recent",
+        "_recent_load",
         "_since",
+        "_spent_s",
+        "_tried",
+        "_tried_before",
+        "_usual_load",
         "pace",
         "slots",
         "usual",
@@ -57,75 +74,118 @@ class Pace:
 
     def __init__(self, average: Average, now: float) -> None:
         self._average = average
-        self._busy_s = 0.0  # of all slots, faded
-        self._done = 0.0  # cost, faded alike
         self._since = now
         self._num_done = 0
-        self._most = self._most_before = 1
-        self.slots = 1
-        self.pace = average.pace
-        self.usual: float | None = None
-
-    def began(self, now: float, num_before: int) -> None:
-        self._pass(now, num_before)
-
-    def ended(self, now: float, num_before: int, cost: float, num_older: int | None) -> None:
-        """A request of this cost is done, of `num_before` in flight. `num_older` of the others had begun before it, if
-        anyone has counted them."""
-        self._pass(now, num_before)
-        self._done = (self._done + cost) * _FADE
-        self._busy_s *= _FADE
-        self._num_done += 1
-        if num_older is not None and num_older >= self._most:
-            self._most = num_older + 1
-        if self._num_done % _SLOTS_WINDOW == 0:
-            self._most, self._most_before = 1, self._most
-        self.slots = max(self._most, self._most_before)
-        self._set_pace()
-        self._set_usual()
-
-    def tick(self, now: float, num_in_flight: int) -> None:
-        seconds = now - self._since
-        self._pass(now, num_in_flight)
-        fade = math.exp(-seconds / max(5.0, 10.0 * self._average.latency_s))
-        self._done *= fade
-        self._busy_s *= fade
-        self._set_pace()
+        self._most = self._most_before = 1  # seen to run at once
+        self._tried = self._tried_before = 1  # in flight at once
+        self._alone: float | None = None  # seconds a unit of cost
+        self.usual: float | None = None  # seconds that a unit of cost takes, waiting included
+        self._usual_load = 0.0  # requests in flight meanwhile
+        self.forget()
 
     def forget(self) -> None:
         """Start anew, as after a restart. What was usual is kept."""
-        self._busy_s = self._done = 0.0
-        self._set_pace()
+        self._spent_s = 0.0  # by all requests together, faded
+        self._on_s = 0.0  # with any request here, faded
+        self._done = 0.0  # cost, faded
+        self._recent = self.usual or 0.0
+        self._recent_load = self._usual_load
+        self._set()
 
-    def finish_s(self, cost: float, num_in_flight: int, backlog: float) -> float:
-        """When a new request of this cost should be done, if `num_in_flight` of `backlog` cost in all are there."""
+    def passed(self, now: float, num_in_flight: int) -> None:
+        """Since the last call this many were in flight."""
+        if num_in_flight:
+            seconds = now - self._since
+            self._spent_s += seconds * num_in_flight
+            self._on_s += seconds
+            if num_in_flight > self._tried:
+                self._tried = num_in_flight
+        self._since = now
+
+    def ended(
+        self, now: float, num_before: int, cost: float, latency_s: float, came_as: int, older: int | None
+    ) -> None:
+        """A request is done, of `num_before` in flight. It had come as the `came_as`th of those in flight then; `older`
+        of those in flight now came before it, if anyone has counted them."""
+        seconds = now - self._since
+        self._since = now
+        self._spent_s = (self._spent_s + seconds * num_before) * _FADE
+        self._on_s = (self._on_s + seconds) * _FADE
+        self._done = (self._done + cost) * _FADE
+        self._num_done += 1
+        took = latency_s / cost
+        if older is not None and older >= self._most:
+            self._most = older + 1
+        if came_as <= self._most or came_as <= self._most_before:
+            self._alone = took if self._alone is None else self._alone + 0.05 * (took - self._alone)
+        if self._num_done % _MEMORY == 0:
+            self._most, self._most_before = 1, self._most
+            self._tried, self._tried_before = num_before, self._tried
+        self._compare(took, came_as)
+        self._set()
+
+    def tick(self, now: float, num_in_flight: int) -> None:
+        latency_s = self._average.latency_s  # what is not in use is forgotten sooner: it may have changed unseen
+        fade = math.exp(
+            (self._since - now) / (max(5.0, 10.0 * latency_s) if num_in_flight else max(1.0, 5.0 * latency_s))
+        )
+        self.passed(now, num_in_flight)
+        self._spent_s *= fade
+        self._on_s *= fade
+        self._done *= fade
+        self._set()
+
+    def finish_s(self, cost: float, num_in_flight: int, backlog: float, crowding: float) -> float:
+        """How long a new request of this cost should take, if `num_in_flight` of `backlog` cost in all are there, each
+        of which slows it by the share `crowding`."""
         slots = self.slots
         if num_in_flight < slots:
-            return self.pace * cost * (1.0 + CROWDING * num_in_flight / slots)
+            return self.pace * cost * (1.0 + crowding * num_in_flight)
         wait = backlog / num_in_flight * (num_in_flight - slots + 1) / slots
-        return self.pace * (wait + cost * (1.0 + CROWDING))
+        return self.pace * (wait + cost * (1.0 + crowding * slots))
 
     @property
-    def slowdown(self) -> float:
-        """How many times slower than usual it is."""
-        return 1.0 if self.usual is None else self.pace / self.usual
+    def most_tried(self) -> int:
+        return max(self._tried, self._tried_before)
+
+    def slowdown(self, age: float) -> float:
+        """How many times longer than usual requests take. `age` is that of those in flight, per cost, on average."""
+        if self.usual is None:
+            return 1.0
+        return max(self._recent, age) / self.usual / max(1.0, self._recent_load / self._usual_load)
 
     @property
     def evidence(self) -> tuple[float, float]:
-        """Busy seconds and cost done, faded."""
-        return self._busy_s, self._done
+        """Seconds its slots were busy and cost done, faded."""
+        return min(self._spent_s, self.slots * self._on_s), self._done
 
-    def _pass(self, now: float, num_in_flight: int) -> None:
-        slots = self.slots
-        self._busy_s += (now - self._since) * (num_in_flight if num_in_flight < slots else slots)
-        self._since = now
+    def _set(self) -> None:
+        average, alone, on_s, done = self._average, self._alone, self._on_s, self._done
+        slots = self._most if self._most > self._most_before else self._most_before
+        if alone is not None and on_s > 0.0 and self._spent_s > QUEUEING * alone * done:
+            at_once = int(done / on_s * alone + 0.5)
+        else:  # no limit in sight: there is room for more than anyone has tried
+            at_once = 2 * average.most_tried
+        self.slots = slots = at_once if at_once > slots else slots
+        busy_s = slots * on_s
+        if busy_s > self._spent_s:
+            busy_s = self._spent_s
+        prior = PRIOR * average.cost
+        self.pace = (busy_s + prior * average.pace) / (done + prior)
 
-    def _set_pace(self) -> None:
-        prior = PRIOR * self._average.cost
-        self.pace = (self._busy_s + prior * self._average.pace) / (self._done + prior)
-
-    def _set_usual(self) -> None:
-        if self.usual is None:
-            self.usual = self.pace if self._num_done >= _ENOUGH else None
-        elif self.pace < 2.0 * self.usual:  # what is far out of line must not become usual
-            self.usual += (self.pace - self.usual) * (0.05 if self.pace < self.usual else 0.005)
+    def _compare(self, took: float, came_as: int) -> None:
+        """Follow what requests take: what is recent quickly, what is usual slowly."""
+        usual = self.usual
+        if usual is None:
+            rate = 1.0 / min(self._num_done, 8)
+        else:
+            rate = _RECENT
+            took = min(took, _MAX_OUTLIER * usual)
+        self._recent += (took - self._recent) * rate
+        self._recent_load += (came_as - self._recent_load) * rate
+        if usual is None:
+            if self._num_done >= _ENOUGH:
+                self.usual, self._usual_load = self._recent, self._recent_load
+        elif self._recent < 2.0 * usual:  # what is far out of line must not become usual
+            self.usual = usual + (self._recent - usual) * 0.01
+            self._usual_load += (self._recent_load - self._usual_load) * 0.01

@@ -15,6 +15,7 @@ from hashlib import blake2b
 from typing import Protocol
 
 from practicum.reward.router.heads import RequestHead
+from practicum.reward.router.pace import CROWDING
 from practicum.reward.router.settings import RouterSettings
 from practicum.reward.router.upstream import Upstream
 
@@ -36,6 +37,7 @@ class Policy:
 
     def __init__(self, settings: RouterSettings) -> None:
         self.ready: list[Upstream] = []
+        self.num_in_flight = 0  # of all workers together
 
     def enter(self, upstream: Upstream) -> None:
         upstream.position = len(self.ready)
@@ -145,9 +147,10 @@ class ExpectedFinish(Policy):
         elif num > 1:  # another one comes first each time, so that ties go round
             start = self._turn % num
             compared = self.ready[start:] + self.ready[:start]
-        best, earliest, cost = None, float("inf"), asked.cost
+        best, earliest, cost = None, math.inf, asked.cost
+        crowding = CROWDING * num / (num + self.num_in_flight + 1)
         for upstream in compared:
-            finish_s = upstream.pace.finish_s(cost, len(upstream.in_flight), upstream.backlog)
+            finish_s = upstream.pace.finish_s(cost, len(upstream.in_flight), upstream.backlog, crowding)
             if finish_s < earliest:
                 best, earliest = upstream, finish_s
         return best
@@ -228,20 +231,7 @@ class Prefix(Session):
     def __init__(self, settings: RouterSettings) -> None:
         super().__init__(settings)
         self._num_bytes = settings.prefix_bytes
-        self._num_in_flight = 0
         self._most = 0
-
-    def enter(self, upstream: Upstream) -> None:
-        super().enter(upstream)
-        self._num_in_flight += len(upstream.in_flight)
-
-    def leave(self, upstream: Upstream) -> None:
-        super().leave(upstream)
-        self._num_in_flight -= len(upstream.in_flight)
-
-    def moved(self, upstream: Upstream, num_before: int) -> None:
-        super().moved(upstream, num_before)
-        self._num_in_flight += len(upstream.in_flight) - num_before
 
     def key(self, asked: Asked) -> bytes | None:
         body = asked.body
@@ -254,7 +244,7 @@ class Prefix(Session):
 
     def choose(self, asked: Asked) -> Upstream | None:
         if self.ready:
-            self._most = math.ceil(self.MAX_LOAD * (self._num_in_flight + 1) / len(self.ready))
+            self._most = math.ceil(self.MAX_LOAD * (self.num_in_flight + 1) / len(self.ready))
         return super().choose(asked)
 
 

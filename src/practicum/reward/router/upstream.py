@@ -63,7 +63,7 @@ class Upstream:
         self.url = url.rstrip("/")
         self.address = (host, port)
         self.tls = ssl.create_default_context() if scheme == "https" else None
-        self.in_flight: dict[WorkerConnection, None] = {}  # oldest first
+        self.in_flight: dict[WorkerConnection, int] = {}  # oldest first; as which of those in flight it came
         self.backlog = 0.0  # their cost
         self.idle: list[WorkerConnection] = []  # used last comes last, and is used first
         self.pace = Pace(average, time.monotonic())
@@ -85,26 +85,11 @@ class Upstream:
         self.num_ejections = 0
         self.seconds = 0.0  # all its requests took together
 
-    def begin(self, connection: WorkerConnection, cost: float, now: float) -> None:
-        self.pace.began(now, len(self.in_flight))
-        self.in_flight[connection] = None
-        self.backlog += cost
-        self.num_requests += 1
-
-    def end(self, connection: WorkerConnection, cost: float, now: float, completed: bool) -> None:
-        """Give back what `begin` took. Only what was completed teaches anything about its pace."""
+    def num_older(self, connection: WorkerConnection) -> int | None:
+        """How many requests came here before this one and are still here. None: not counted this time."""
         num = len(self.in_flight)
-        if completed:
-            older = None
-            if num <= _ALWAYS_COUNTED or self.num_requests % _COUNT_EVERY == 0:
-                older = self._num_older(connection)
-            self.pace.ended(now, num, cost, older)
-        else:
-            self.pace.began(now, num)
-        del self.in_flight[connection]
-        self.backlog = self.backlog - cost if num > 1 else 0.0  # exact when empty, whatever rounding did
-
-    def _num_older(self, connection: WorkerConnection) -> int | None:
+        if num > _ALWAYS_COUNTED and self.num_requests % _COUNT_EVERY:
+            return None
         for index, other in enumerate(islice(self.in_flight, _MAX_COUNTED)):
             if other is connection:
                 return index

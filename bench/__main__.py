@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import controller, grpo
+from bench import controller, grpo, router
 from bench.harness import ROOT, BenchError, Options, Outcome, UsageError, environment, print_table, write_json
 
-BENCHMARKS: dict[str, Callable[[Options], Outcome]] = {"grpo": grpo.run, "controller": controller.run}
+BENCHMARKS: dict[str, Callable[[Options], Outcome]] = {
+    "grpo": grpo.run,
+    "controller": controller.run,
+    "router": router.run,
+}
+TAKE_ARGUMENTS = {"router"}  # for our side, with --ours
+RESULTS = ROOT / "bench" / "results"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,21 +27,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("name", help=f"which benchmark: {', '.join(BENCHMARKS)}")
     parser.add_argument("--quick", action="store_true", help="the same rows from few steps, in less than a minute")
     parser.add_argument("--peer", metavar="NAME", help="whom to compare with, if not the usual one; none: nobody")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", metavar="FOLDER", help="for NAME.json")
-    options = parser.parse_args(arguments)
+    parser.add_argument(
+        "--case", metavar="TEXT", help="only cases with TEXT in their name; writes no file without --out"
+    )
+    parser.add_argument("--ours", metavar="ARGUMENTS", help="more arguments for our side's program (router)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for NAME.json, if not bench/results")
+    given = parser.parse_args(arguments)
+    options = Options(given.quick, given.peer, given.case, shlex.split(given.ours or ""))
     try:
-        if options.name not in BENCHMARKS:
-            raise UsageError(f"benchmark {options.name!r} is not known; known: {', '.join(BENCHMARKS)}.")
-        where = environment(" ".join(["python -m bench", *arguments]))
-        outcome = BENCHMARKS[options.name](Options(quick=options.quick, peer=options.peer))
+        where = environment(shlex.join(["python", "-m", "bench", *arguments]))
+        outcome = measure(given.name, options)
     except BenchError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
-    print_table(options.name, outcome.rows)
-    path = options.out / f"{options.name}.json"
-    write_json(path, outcome.rows, {**where, **outcome.environment})
-    print(f"written to {path}")
+    print_table(given.name, outcome.rows)
+    # Some cases alone must not take the place of a file that has them all.
+    folder = given.out or (RESULTS if given.case is None else None)
+    if folder is not None:
+        path = folder / f"{given.name}.json"
+        write_json(path, outcome.rows, {**where, **outcome.environment})
+        print(f"written to {path}")
     return 0
+
+
+def measure(name: str, options: Options) -> Outcome:
+    if name not in BENCHMARKS:
+        raise UsageError(f"benchmark {name!r} is not known; known: {', '.join(BENCHMARKS)}.")
+    if options.ours and name not in TAKE_ARGUMENTS:
+        raise UsageError(f"benchmark {name!r} takes no --ours; these do: {', '.join(TAKE_ARGUMENTS)}.")
+    outcome = BENCHMARKS[name](options)
+    rows = [row for row in outcome.rows if options.wants(row.case)]
+    if not rows:
+        raise UsageError(f"benchmark {name!r} has no case with {options.case!r} in its name.")
+    return Outcome(rows, outcome.environment)
 
 
 if __name__ == "__main__":

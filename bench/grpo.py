@@ -39,6 +39,8 @@ def run(options: Options) -> Outcome:
         prompts = folder / "prompts.jsonl"
         write_prompts(prompts)
         for case, mixture_of_experts in CASES.items():
+            if not options.wants(case):
+                continue
             write_model(folder / case, mixture_of_experts)
             job = Job(str(folder / case), str(prompts), str(folder / f"{case}-run"), threads, **work)
             tallies = _contest(folder, job, commands, plan)

@@ -59,10 +59,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line asks of a benchmark. `peer` is None for the benchmark's usual one, or "none"."""
+    """What the command line asks of a benchmark. `peer` is None for the benchmark's usual ones, or "none"."""
 
     quick: bool = False
     peer: str | None = None
+    case: str | None = None  # a part of the names of the cases that are wanted; None: all
+    ours: Sequence[str] = ()  # more arguments for our program, where a benchmark starts one that takes any
+
+    def wants(self, case: str) -> bool:
+        """For benchmarks to leave out work. Rows of cases that nobody wants are dropped in any case."""
+        return self.case is None or self.case in case
 
 
 @dataclass(frozen=True, slots=True)

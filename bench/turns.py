@@ -259,7 +259,7 @@ def alternate(contestants: Sequence[Contestant], plan: Plan) -> dict[str, Tally]
     order = list(contestants)
     patience_s = plan.patience_s
     while len(rounds) < plan.num_rounds + plan.extra_rounds:
-        patience_s -= _wait_for_quiet(plan.quiet_share, patience_s)
+        patience_s -= wait_for_quiet(plan.quiet_share, patience_s)
         rounds.append(_round(order, plan))
         print(f"round {len(rounds)}: {rounds[-1]}", file=sys.stderr, flush=True)
         order.reverse()
@@ -283,9 +283,9 @@ def alternate(contestants: Sequence[Contestant], plan: Plan) -> dict[str, Tally]
 def _round(order: Sequence[Contestant], plan: Plan) -> Round:
     result = Round()
     for contestant in order:
-        cpu_before, busy_before, start = contestant.cpu_s(), _busy_s(), time.monotonic()
+        cpu_before, busy_before, start = contestant.cpu_s(), busy_s(), time.monotonic()
         steps = contestant.go(plan.steps_per_turn, plan.turn_s)
-        seconds, busy = time.monotonic() - start, _busy_s() - busy_before
+        seconds, busy = time.monotonic() - start, busy_s() - busy_before
         cpu_s = contestant.cpu_s() - cpu_before + sum(step.ended_cpu_s for step in steps)
         share = max(0.0, busy - cpu_s) / (seconds * (os.cpu_count() or 1))
         result.turns[contestant.name] = Tally(steps=steps, cpu_s=cpu_s)
@@ -293,18 +293,18 @@ def _round(order: Sequence[Contestant], plan: Plan) -> Round:
     return result
 
 
-def _wait_for_quiet(share: float, patience_s: float) -> float:
+def wait_for_quiet(share: float, patience_s: float) -> float:
     """Wait, with all contestants idle, until the machine was quiet for a second; how long that took."""
     start = time.monotonic()
     while time.monotonic() - start < patience_s:
-        before = _busy_s()
+        before = busy_s()
         time.sleep(1.0)
-        if _busy_s() - before <= share * (os.cpu_count() or 1):
+        if busy_s() - before <= share * (os.cpu_count() or 1):
             break
     return time.monotonic() - start
 
 
-def _busy_s() -> float:
+def busy_s() -> float:
     """CPU seconds used by everyone on this machine so far."""
     times = psutil.cpu_times()
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))

@@ -216,6 +216,30 @@ def test_without_a_peer_nobody_else_runs(
     assert "alone" in capsys.readouterr().out
 
 
+def test_a_chosen_case_leaves_the_others_and_the_result_file_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def two(options: Options) -> Outcome:
+        return Outcome([Row("dense", "tokens/s", 10), Row("moe", "tokens/s", 20)])
+
+    monkeypatch.setitem(command_line.BENCHMARKS, "two", two)
+    monkeypatch.setattr(command_line, "RESULTS", tmp_path / "results")
+    assert command_line.main(["two", "--case", "mo"]) == 0
+    printed = capsys.readouterr().out
+    assert "moe" in printed and "dense" not in printed
+    assert not (tmp_path / "results").exists()
+    assert command_line.main(["two", "--case", "mo", "--out", str(tmp_path)]) == 0
+    assert [row["case"] for row in json.loads((tmp_path / "two.json").read_text())["rows"]] == ["moe"]
+    assert command_line.main(["two", "--case", "sparse"]) == 2
+    assert "no case with 'sparse' in its name" in capsys.readouterr().err
+
+
+def test_arguments_for_our_side_are_refused_where_nobody_reads_them() -> None:
+    result = bench("grpo", "--ours", "--policy session")
+    assert result.returncode == 2
+    assert "'grpo' takes no --ours" in result.stderr
+
+
 def test_an_unknown_benchmark_lists_the_known_ones() -> None:
     result = bench("nonsense")
     assert result.returncode == 2

@@ -72,7 +72,7 @@ class Admin:
                 return answer(200, self._metrics.text(), Metrics.CONTENT_TYPE, close=close)
             return _json(200, self._find(method, path)(_fields(body)), close=close)
         except RouterError as error:
-            return error_answer(409 if "already" in str(error) else 400, "not_possible", str(error), close=close)
+            return error_answer(400, "not_possible", str(error), close=close)
         except Refused as error:
             return error_answer(error.status, error.code, error.reason, close=close)
 
@@ -105,12 +105,15 @@ class Admin:
         return [self._figures(upstream) for upstream in self._desk.fleet]
 
     def _add(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        upstream = self._desk.fleet.add(_url(fields))
-        upstream.version = _version(fields)
+        url, version = _url(fields), _version(fields)
+        if self._desk.fleet.find(url) is not None:
+            raise Refused(409, "known_worker", f"worker {url} is here already.")
+        upstream = self._desk.fleet.add(url)
+        upstream.version = version
         return self._figures(upstream)
 
     def _remove(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        upstream = self._desk.fleet.get(_url(fields))
+        upstream = self._worker(fields)
         self._desk.fleet.remove(upstream)
         return self._figures(upstream)
 
@@ -124,7 +127,7 @@ class Admin:
         return self._set(fields, paused=False, draining=False)
 
     def _set(self, fields: Mapping[str, Any], **flags: bool) -> Any:
-        chosen = list(self._desk.fleet) if fields.get("url") == "all" else [self._desk.fleet.get(_url(fields))]
+        chosen = list(self._desk.fleet) if fields.get("url") == "all" else [self._worker(fields)]
         for upstream in chosen:
             for name, value in flags.items():
                 setattr(upstream, name, value)
@@ -136,12 +139,20 @@ class Admin:
         """With a URL: what this worker has. Without: what is wanted; who has less gets nothing until it has it."""
         version = _version(fields)
         if "url" in fields:
-            upstream = self._desk.fleet.get(_url(fields))
+            upstream = self._worker(fields)
             upstream.version = version
             self._desk.fleet.refresh(upstream)
             return self._figures(upstream)
         self._desk.fleet.want_version(version)
         return {"wanted_version": version}
+
+    def _worker(self, fields: Mapping[str, Any]) -> Upstream:
+        url = _url(fields)
+        upstream = self._desk.fleet.find(url)
+        if upstream is None:
+            known = ", ".join(one.url for one in self._desk.fleet) or "none"
+            raise Refused(404, "unknown_worker", f"worker {url} is not here; the workers are: {known}.")
+        return upstream
 
     def _figures(self, upstream: Upstream) -> dict[str, Any]:
         return {

@@ -5,8 +5,7 @@ Framing (from the head) ──▶ Body, one per message: take(data) says how man
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import httptools
 
@@ -18,8 +17,7 @@ class BadBody(Exception):
     """Chunks that cannot be read without a doubt."""
 
 
-@dataclass(frozen=True, slots=True)
-class Framing:
+class Framing(NamedTuple):
     kind: Literal["length", "chunked", "until_close"]
     length: int = 0  # of kind "length"
 

@@ -119,10 +119,11 @@ class ClientConnection(asyncio.Protocol):
         if data.startswith(b"\r\n"):  # some clients end a body with one more
             return data[2:]
         end = data.find(END)
+        if (end if end >= 0 else len(data)) > MAX_HEAD_BYTES:
+            self._refuse_bytes(BadHead(431, f"the head is longer than {MAX_HEAD_BYTES} bytes"))
+            return b""
         if end < 0:
             self._buffer = data
-            if len(data) > MAX_HEAD_BYTES:
-                self._refuse_bytes(BadHead(431, f"the head is longer than {MAX_HEAD_BYTES} bytes"))
             return b""
         try:
             head = self._desk.read_request(data[: end + 4])

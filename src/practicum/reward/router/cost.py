@@ -17,6 +17,8 @@ _TOKENS_PER_BYTE = 0.02
 # A mean is that of all values at first; then older ones fade at this rate.
 _RATE = 0.02
 _NUM_PLAIN = 50
+# Whatever a header says, no request costs less or more than this.
+_LEAST, _MOST = 1e-3, 1e3
 
 
 class Kind:
@@ -45,7 +47,7 @@ class Costs:
             kind, value = self._length, len(body) + 1.0
         num = kind.num_values = kind.num_values + 1
         kind.value += (value - kind.value) * (_RATE if num > _NUM_PLAIN else 1.0 / num)
-        return value / kind.value * kind.scale, kind
+        return min(max(value / kind.value * kind.scale, _LEAST), _MOST), kind
 
     def learn(self, kind: Kind, seconds: float) -> None:
         """A request of this kind took so long."""

@@ -118,18 +118,9 @@ class Desk:
     def tick(self) -> None:
         now = time.monotonic()
         self._num_ticks += 1
-        busy_s = done = 0.0
-        most_tried = 1
-        for upstream in self.fleet.at_work():
-            upstream.pace.tick(now, len(upstream.in_flight))
-            one_busy_s, one_done = upstream.pace.evidence
-            busy_s, done = busy_s + one_busy_s, done + one_done
-            most_tried = max(most_tried, upstream.pace.most_tried)
+        for upstream in self.fleet.tick(now):
             for connection in list(upstream.in_flight):
                 self._check_silence(connection, now)
-        self.fleet.average.most_tried = most_tried
-        if done > 0.0:
-            self.fleet.average.pace = busy_s / done
         self.costs.tick()
         self.health.tick(now)
         self._turn_away_late_ones(now)
@@ -139,10 +130,8 @@ class Desk:
             self._close_silent_connections(now)
 
     def _choose(self, exchange: Exchange) -> Upstream | None:
-        if exchange.tried:
-            if (other := self.untried(exchange)) is not None:
-                return other
-            exchange.tried = frozenset()  # all were asked: from the beginning
+        if exchange.tried and (other := self.untried(exchange)) is not None:
+            return other
         return self.policy.choose(exchange)
 
     def _let_wait(self, exchange: Exchange) -> None:

@@ -175,7 +175,11 @@ class Exchange:
         if self._attempts:
             self._cancel_attempts()
         close = not self.head.keep_alive or self._desk.draining
-        self._asker.write(with_close(head.raw) + data[head.size :] if close else data)
+        if close:
+            data = with_close(head.raw) + data[head.size :]
+        elif len(head.raw) != head.size:
+            data = head.raw + data[head.size :]
+        self._asker.write(data)
         self._desk.answered(self, connection, head.status)
         self._asker.finished(close=close)
 
@@ -210,19 +214,21 @@ class Exchange:
         if failure.kind == "stale" and self._kept:
             self.attempt(upstream, fresh=True)  # the worker's right, and no failure of its own
             return
-        self._desk.health.failed(upstream, failure.reason)
+        refused = failure.kind == "refused"
+        if refused or upstream not in self.tried:  # one request is held against a worker once
+            self._desk.health.failed(upstream, failure.reason)
+        self.tried |= {upstream}
+        self.num_attempts += not refused
         if self._answer is not None:
             self._desk.stats.cut += 1
             self._asker.cut()
-        elif not self._attempts:  # or the other one may still answer
-            self.tried |= {upstream}
-            if failure.kind != "refused":
-                self.num_attempts += 1
-            if self._may_retry(free=failure.kind == "refused"):
-                self._desk.dispatch(self)
-            else:
-                status, code = (504, "timeout") if failure.kind == "timeout" else (502, "worker_failed")
-                self.give_up(status, code, f"worker {upstream.url}: {failure.reason}")
+        elif self._attempts:
+            pass  # the other one may still answer
+        elif self._has_hope(failure) and self._may_retry(free=refused):
+            self._desk.dispatch(self)
+        else:
+            status, code = (504, "timeout") if failure.kind == "timeout" else (502, "worker_failed")
+            self.give_up(status, code, f"worker {upstream.url}: {failure.reason}")
 
     def writable(self, connection: WorkerConnection, can_write: bool) -> None:
         if can_write and self._num_kept > MAX_KEPT_BYTES and len(self._attempts) == 1:
@@ -253,6 +259,10 @@ class Exchange:
             for innocent in self._blamed:
                 self._desk.health.forgive(innocent)
         return False
+
+    def _has_hope(self, failure: Failure) -> bool:
+        """Could asking again help? Who was silent or spoke nonsense is not asked twice; who broke off may be back."""
+        return failure.kind not in ("timeout", "bad") or self._desk.untried(self) is not None
 
     def _may_retry(self, *, free: bool = False) -> bool:
         """`free`: nothing reached the worker, so that nothing is spent on trying again."""

@@ -49,15 +49,32 @@ class Fleet:
         self._by_address[host, port] = upstream
         return upstream
 
-    def get(self, url: str) -> Upstream:
+    def find(self, url: str) -> Upstream | None:
         try:
             _, host, port = worker_address(url)
         except ValueError as error:
             raise RouterError(f"{error}.") from None
-        if (host, port) not in self._by_address:
-            known = ", ".join(upstream.url for upstream in self) or "none"
-            raise RouterError(f"worker {url} is not here; the workers are: {known}.")
-        return self._by_address[host, port]
+        return self._by_address.get((host, port))
+
+    def tick(self, now: float) -> list[Upstream]:
+        """Work out how fast everyone is. Returns all workers, and those removed that still have requests to finish."""
+        for upstream in self._leaving:
+            if not upstream.in_flight:
+                for connection in list(upstream.idle):
+                    connection.close()
+        self._leaving = [upstream for upstream in self._leaving if upstream.in_flight]
+        at_work = [*self, *self._leaving]
+        busy_s = done = 0.0
+        most_tried = 1
+        for upstream in at_work:
+            upstream.pace.tick(now, len(upstream.in_flight))
+            one_busy_s, one_done = upstream.pace.evidence
+            busy_s, done = busy_s + one_busy_s, done + one_done
+            most_tried = max(most_tried, upstream.pace.most_tried)
+        self.average.most_tried = most_tried
+        if done > 0.0:
+            self.average.pace = busy_s / done
+        return at_work
 
     def remove(self, upstream: Upstream) -> None:
         """Take it out of the book. Requests it still has are finished all the same."""
@@ -66,15 +83,6 @@ class Fleet:
         self.refresh(upstream)
         self.policy.forget(upstream)
         self._leaving.append(upstream)
-
-    def at_work(self) -> list[Upstream]:
-        """All workers, and those that were removed and still have requests to finish."""
-        for upstream in self._leaving:
-            if not upstream.in_flight:
-                for connection in list(upstream.idle):
-                    connection.close()
-        self._leaving = [upstream for upstream in self._leaving if upstream.in_flight]
-        return [*self, *self._leaving]
 
     def begin(self, upstream: Upstream, connection: WorkerConnection, cost: float, now: float) -> None:
         in_flight = upstream.in_flight

@@ -11,6 +11,8 @@ A worker is taken for a row of slots that each do a unit of cost in `pace` secon
 
 - *slowdown*: how much longer requests take than they usually do here, beyond what more of them explain.
 
+Completions are added up as they come; what follows from them is worked out at each tick.
+
 Evidence fades with each completion and with time. What is left of it is mixed with what all workers do on average:
 a worker that nothing is known of counts as average, and so one that was slow long ago is tried again.
 """
@@ -23,9 +25,11 @@ import math
 WINDOW = 48
 # Average requests' worth of belief in the average worker.
 PRIOR = 2.0
-# What a request is taken to lose to those that run beside it, if they are as many as workers have on average: as much
-# again. Between workers about as fast the emptier one wins; with half of this, noise still piles requests up.
-CROWDING = 1.0
+# What a request is taken to lose to those that run beside it, if they are as many as workers have on average: so many
+# times its cost. Between workers about as fast the emptier one wins, and a fast one is preferred, for a request of
+# unknown cost may be a long one. With an eighth of this, noise piles requests up; makespans without hints were 1.20 of
+# the ideal at a quarter, 1.17 here (160 simulations), with hints 1.055 and 1.07.
+CROWDING = 4.0
 # Requests must take this many times longer than alone before a limit is in sight.
 QUEUEING = 1.5
 _FADE = 1.0 - 1.0 / WINDOW
@@ -122,7 +126,6 @@ class Pace:
             self._most, self._most_before = 1, self._most
             self._tried, self._tried_before = num_before, self._tried
         self._compare(took, came_as)
-        self._set()
 
     def tick(self, now: float, num_in_flight: int) -> None:
         latency_s = self._average.latency_s  # what is not in use is forgotten sooner: it may have changed unseen

@@ -140,7 +140,7 @@ class ExpectedFinish(Policy):
         num = len(compared)
         self._turn += 1
         if num > self.NUM_COMPARED:
-            start = self._turn * self.NUM_COMPARED % num
+            start = self._turn % num
             compared = self.ready[start : start + self.NUM_COMPARED]
             if len(compared) < self.NUM_COMPARED:
                 compared = compared + self.ready[: self.NUM_COMPARED - len(compared)]
@@ -160,6 +160,7 @@ class Ring:
     """Workers on a circle, each at many places: a key belongs to the next one, and keeps it when others come or go."""
 
     NUM_PLACES = 64
+    NUM_LOOKED_AT = 32
 
     def __init__(self) -> None:
         self._hashes: list[int] = []  # in order
@@ -184,8 +185,9 @@ class Ring:
             self._owners = [self._owners[index] for index in kept]
 
     def first(self, key: bytes, suits: Callable[[Upstream], bool]) -> Upstream | None:
+        """The owner of a key, or the next one that suits, unless that would take long."""
         start = bisect(self._hashes, _hash(key))
-        for index in range(len(self._owners)):
+        for index in range(min(self.NUM_LOOKED_AT, len(self._owners))):
             upstream = self._owners[(start + index) % len(self._owners)]
             if suits(upstream):
                 return upstream
@@ -197,7 +199,8 @@ def _hash(key: bytes) -> int:
 
 
 class Session(LeastRequests):
-    """All requests of a session to one worker; those without one to the worker with the fewest in flight."""
+    """All requests of a session to one worker; those without one, or whose worker is not ready and its neighbours
+    neither, to the worker with the fewest in flight."""
 
     def __init__(self, settings: RouterSettings) -> None:
         super().__init__(settings)
@@ -218,7 +221,8 @@ class Session(LeastRequests):
 
     def choose(self, asked: Asked) -> Upstream | None:
         key = self.key(asked) if self.ready else None
-        return super().choose(asked) if key is None else self._ring.first(key, self.suits)
+        found = self._ring.first(key, self.suits) if key is not None else None
+        return found or super().choose(asked)
 
 
 class Prefix(Session):
@@ -231,7 +235,20 @@ class Prefix(Session):
     def __init__(self, settings: RouterSettings) -> None:
         super().__init__(settings)
         self._num_bytes = settings.prefix_bytes
+        self._num_here = 0  # in flight at those who are ready
         self._most = 0
+
+    def enter(self, upstream: Upstream) -> None:
+        super().enter(upstream)
+        self._num_here += len(upstream.in_flight)
+
+    def leave(self, upstream: Upstream) -> None:
+        super().leave(upstream)
+        self._num_here -= len(upstream.in_flight)
+
+    def moved(self, upstream: Upstream, num_before: int) -> None:
+        super().moved(upstream, num_before)
+        self._num_here += len(upstream.in_flight) - num_before
 
     def key(self, asked: Asked) -> bytes | None:
         body = asked.body
@@ -244,7 +261,7 @@ class Prefix(Session):
 
     def choose(self, asked: Asked) -> Upstream | None:
         if self.ready:
-            self._most = math.ceil(self.MAX_LOAD * (self.num_in_flight + 1) / len(self.ready))
+            self._most = math.ceil(self.MAX_LOAD * (self._num_here + 1) / len(self.ready))
         return super().choose(asked)
 
 

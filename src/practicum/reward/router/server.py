@@ -13,6 +13,7 @@ from practicum.reward.router.admin import Admin
 from practicum.reward.router.client import ClientConnection
 from practicum.reward.router.desk import TICK_S, Desk
 from practicum.reward.router.settings import RouterSettings
+from practicum.reward.router.upstream import NOT_PROBED
 
 # Connections that may wait to be accepted. An event loop's default of 100 makes bursts wait for a second.
 BACKLOG = 4096
@@ -49,6 +50,7 @@ class RouterServer:
                 await self._stop_listening()
                 raise
         self._ticking = asyncio.get_running_loop().create_task(self._tick())
+        await self._first_probes()
 
     async def stop(self) -> None:
         """Take no new connections, finish what is under way, and close. Waits `drain_timeout_s` at most."""
@@ -73,6 +75,12 @@ class RouterServer:
         self.desk.health.stop()
         self.desk.fleet.close_connections()
         await asyncio.sleep(0)  # let the transports go
+
+    async def _first_probes(self) -> None:
+        """Whoever asks as soon as the router is ready finds the workers that are there."""
+        deadline = time.monotonic() + self._settings.probe_timeout_s
+        while any(upstream.reason == NOT_PROBED for upstream in self.desk.fleet) and time.monotonic() < deadline:
+            await asyncio.sleep(0.002)
 
     async def _listen(self, port: int, admin: Admin | None) -> int:
         host = self._settings.host

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -69,7 +70,7 @@ class RouterSettings(BaseModel):
     @field_validator("workers")
     @classmethod
     def _no_worker_twice(cls, workers: tuple[str, ...]) -> tuple[str, ...]:
-        addresses = [worker_address(url) for url in workers]
+        addresses = [worker_address(url)[1:] for url in workers]
         for index, address in enumerate(addresses):
             if address in addresses[:index]:
                 raise ValueError(f"worker {workers[index]} is named twice")
@@ -96,7 +97,8 @@ class RouterSettings(BaseModel):
                 known = ", ".join(cls.model_fields)
                 raise RouterError(f"router setting {name!r} is not known; the settings are: {known}.") from None
             what = first["msg"].removeprefix("Value error, ")
-            raise RouterError(f"router setting {name}={first['input']!r}: {what}.") from None
+            given = "" if name == "token" else f"={first['input']!r}"
+            raise RouterError(f"router setting {name}{given}: {what}.") from None
 
 
 def worker_address(url: str) -> tuple[str, str, int]:
@@ -106,7 +108,7 @@ def worker_address(url: str) -> tuple[str, str, int]:
         port = parts.port
     except ValueError as error:
         raise ValueError(f"worker {url!r}: {error}") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii():
+    if parts.scheme not in ("http", "https") or not re.fullmatch(r"[A-Za-z0-9._:%-]+", parts.hostname or ""):
         raise ValueError(f"worker {url!r} is not a URL such as http://10.0.0.7:8000")
     if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
         raise ValueError(
@@ -114,6 +116,7 @@ def worker_address(url: str) -> tuple[str, str, int]:
         )
     if port == 0:
         raise ValueError(f"worker {url!r} has no port that can be connected to")
+    assert parts.hostname is not None
     return parts.scheme, parts.hostname, port or (443 if parts.scheme == "https" else 80)
 
 
@@ -124,5 +127,8 @@ def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
         name, equals, text = pair.partition("=")
         if not equals:
             raise RouterError(f"--set {pair}: write NAME=VALUE.")
-        values[name] = yaml.safe_load(text)
+        try:
+            values[name] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise RouterError(f"--set {pair}: {text!r} is not a value that YAML can read.") from None
     return values

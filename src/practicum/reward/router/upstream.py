@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _ALWAYS_COUNTED = 8
 _COUNT_EVERY = 8
 _MAX_COUNTED = 1024
+NOT_PROBED = "not probed yet"
 
 
 class State(enum.Enum):
@@ -70,7 +71,7 @@ class Upstream:
         self.limit = limit  # requests at a time
         self.position: int | None = None  # among the ready ones
         self.state = State.STARTING
-        self.reason = "not probed yet"
+        self.reason = NOT_PROBED
         self.paused = False
         self.draining = False
         self.version: int | None = None

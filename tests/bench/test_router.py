@@ -1,0 +1,226 @@
+"""The `router` benchmark without routers: what it makes of what it sees."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks are not part of the installed package
+
+from bench import router, router_faults, router_latency, router_load, router_makespan
+from bench.harness import ContestantError, Options, UsageError
+from bench.programs import PORTS, free_ports, is_listened_to
+from bench.router_client import Answer, Ask, judge
+from bench.router_contestants import OURS, ROUTERS, Setup
+from bench.router_faults import Result, avoided_after, back_after
+from bench.router_load import Round, Turn, read_wrk
+from bench.router_makespan import HINT, NO_HINT, SPEEDS
+from bench.router_scene import KILOBYTE, Entry, light_answer, light_request
+from bench.router_soak import Ledger
+from bench.router_workers import JOB, Emulation, Worker, read_arrivals
+
+WRK = """Running 1s test @ http://127.0.0.1:20001/v1/completions
+  1 threads and 64 connections
+Requests/sec:  43018.21
+
+RESULT {"requests": 43018, "duration_us": 2000000, "p50_us": 1400, "p99_us": 3042, "failed": 2}
+"""
+
+
+def entry(folder: Path, *peers: str) -> Entry:
+    return Entry([OURS, *peers], quick=True, folder=folder)
+
+
+class Weighed:
+    """A program whose memory grows by a byte with every look."""
+
+    def __init__(self) -> None:
+        self.bytes = 99
+
+    def rss(self) -> int:
+        self.bytes += 1
+        return self.bytes
+
+
+def test_wrk_is_read_by_its_last_line() -> None:
+    result = read_wrk(WRK)
+    assert (result["requests"], result["failed"], router_load.rate_of(result)) == (43018, 2, 21509.0)
+
+
+def test_wrk_without_a_result_is_an_error_that_says_what_it_said() -> None:
+    with pytest.raises(ContestantError, match="unable to connect"):
+        read_wrk("unable to connect to 127.0.0.1:1 Connection refused\n")
+
+
+def test_load_rows_are_medians_beside_each_peer(tmp_path: Path) -> None:
+    rounds = [
+        Round({OURS: Turn(rate, 20.0, 1.0, 0.0), "nginx": Turn(100.0, 10.0, 1.0, 0.0)}) for rate in (100, 200, 900)
+    ]
+    rate, cpu = router_load.load_rows("case", rounds, entry(tmp_path, "nginx"))
+    assert (rate.metric, rate.ours, rate.peer, rate.ratio) == ("requests/s", 200, 100, 2.0)
+    assert (cpu.metric, cpu.ours, cpu.peer, cpu.ratio) == ("CPU µs per request", 20, 10, 0.5)
+    alone = router_load.load_rows("case", rounds, entry(tmp_path))
+    assert [row.peer for row in alone] == [None, None]
+
+
+@pytest.mark.parametrize("text", [light_request(), light_answer()])
+def test_light_bodies_are_a_kilobyte_of_json_that_fits_into_scripts(text: str) -> None:
+    json.loads(text)
+    assert len(text) == KILOBYTE
+    assert "'" not in text and "%" not in text and "$" not in text
+
+
+def test_the_wrk_script_of_each_case_has_its_body(tmp_path: Path) -> None:
+    same, different = (router_load.Wrk.write(tmp_path, case).script.read_text() for case in router_load.CASES)
+    assert light_request() in same and light_request() in different
+    assert "X-Request-Id" in different and "X-Request-Id" not in same
+    assert "%%" not in same
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n{", b'"a"}'],
+        [b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nx: y\r", b"\n\r\n{}"],
+        [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nx: 0\r\n\r\n", b"2\r\n{}\r\n0\r\n", b"\r\n"],
+    ],
+)
+def test_an_answer_is_read_to_its_end(pieces: list[bytes]) -> None:
+    whole, rest = b"".join(pieces), list(pieces)
+    assert router_latency.read_answer(lambda _: rest.pop(0)) == whole
+    assert rest == []
+
+
+def test_an_answer_other_than_200_ends_the_measurement() -> None:
+    with pytest.raises(ContestantError, match="502"):
+        router_latency.read_answer(lambda _: b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n")
+
+
+def test_jobs_are_the_same_for_everyone_and_as_much_work_for_every_seed() -> None:
+    plan = router_makespan.FULL
+    first, again, other = (router_makespan.jobs(plan, seed) for seed in (0, 0, 1))
+    assert first == again != other
+    assert len(first) == plan.num_jobs
+    assert sum(first) == pytest.approx(sum(other)) == pytest.approx(plan.num_jobs * plan.mean_work_s)
+    assert router_makespan.ideal_s(first) == pytest.approx(sum(first) / (4 * sum(SPEEDS)))
+
+
+def test_peers_have_the_same_makespan_with_and_without_hint(tmp_path: Path) -> None:
+    found = {(OURS, HINT): [1.0, 1.2], (OURS, NO_HINT): [1.5], ("nginx", NO_HINT): [2.2]}
+    rows = router_makespan.makespan_rows(found, router_makespan.CASES, entry(tmp_path, "nginx"))
+    assert [(row.case, row.ours, row.peer, row.ratio) for row in rows] == [
+        (HINT, 1.1, 2.2, 2.0),
+        (NO_HINT, 1.5, 2.2, pytest.approx(2.2 / 1.5)),
+    ]
+
+
+def test_traffic_avoids_a_worker_after_the_last_window_with_more_than_a_trickle() -> None:
+    burst = [0.01 * i for i in range(80)]  # 100 a second for 0.8 s
+    trials = [1.5, 2.5, 3.5]
+    assert avoided_after([*burst, *trials], 4.0, fair=50) == pytest.approx(0.79)
+    assert avoided_after(trials, 4.0, fair=50) == 0.0
+    assert avoided_after([], 4.0, fair=50) == 0.0
+    assert avoided_after([0.01 * i for i in range(400)], 4.0, fair=50) == 4.0
+
+
+def test_a_worker_is_back_with_the_first_window_of_half_a_fair_share() -> None:
+    late = [1.0 + 0.01 * i for i in range(200)]
+    # The window that begins at 0.75 has the 25 requests from 1.0 to 1.25 in it.
+    assert back_after(late, 5.0, fair=50) == pytest.approx(0.75)
+    assert back_after([0.01 * i for i in range(50)], 5.0, fair=50) == 0.0
+    assert back_after([1.0, 2.0], 5.0, fair=50) == 5.0
+
+
+def test_fault_rows_name_the_fault_and_lower_is_better() -> None:
+    results = {
+        ("kill", OURS): Result(1, 0.5, 2.0, 0.1, {}, 100),
+        ("kill", "naive"): Result(8, 4.0, 1.0, 6.0, {}, 100),
+    }
+    rows = router_faults.fault_rows(results, ["kill"], ["naive"])
+    assert [(row.case, row.metric, row.ratio) for row in rows] == [
+        ("fault: kill", "failed requests", 8.0),
+        ("fault: kill", "s until traffic avoids it", 8.0),
+        ("fault: kill", "s until it is back", 0.5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "expected"),
+    [
+        (200, b'{"id": "7", "worker": "w1"}', ("w1", None)),
+        (200, b'{"id": "8", "worker": "w1"}', (None, "answer to another request")),
+        (200, b"<html>", (None, "body is not a worker's")),
+        (500, b'{"id": "7", "worker": "w1"}', (None, "status 500")),
+    ],
+)
+def test_only_its_own_answer_is_one(status: int, body: bytes, expected: tuple[str | None, str | None]) -> None:
+    assert judge(7, status, body) == expected
+
+
+def test_a_worker_understands_what_the_client_asks() -> None:
+    head, _, body = Ask(7, 0.25, cost=3.0).as_bytes().partition(b"\r\n\r\n")
+    assert b"\r\nx-practicum-cost: 3.000000\r\n" in head + b"\r\n"
+    assert f"Content-Length: {len(body)}".encode() in head
+    job = JOB.search(body)
+    assert job is not None and (job[1], float(job[2])) == (b"7", 0.25)
+    compact = json.dumps(json.loads(body), separators=(",", ":")).encode()  # as some routers pass it on
+    assert JOB.search(compact) is not None
+    assert b"x-practicum-cost" not in Ask(7, 0.25).as_bytes()
+
+
+def test_arrivals_outlive_a_worker_that_was_killed_in_mid_write(tmp_path: Path) -> None:
+    assert read_arrivals(struct.pack("dd", 1.0, 2.5) + b"\0\0\0") == [1.0, 2.5]
+
+
+def test_a_worker_that_hung_closes_what_it_held_when_it_recovers() -> None:
+    closed: list[str] = []
+
+    class Transport:
+        def close(self) -> None:
+            closed.append("closed")
+
+    emulation = Emulation(Worker("w0", 0))
+    emulation.switch("hang")
+    emulation.hold(Transport())  # type: ignore[arg-type]
+    assert closed == []
+    emulation.switch("ok")
+    assert closed == ["closed"]
+
+
+def test_the_ledger_counts_each_request_once() -> None:
+    ledger = Ledger(Weighed(), 10)  # type: ignore[arg-type]
+    for number in [*range(9), 3]:
+        failure = "status 500" if number == 5 else None
+        ledger.note(Answer(number, 0.0, 1.0, None if failure else "w0", failure))
+    assert (ledger.num_twice, ledger.num_failed, ledger.failures) == (1, 2, {"status 500": 1})
+    assert list(ledger.rss) == [0.1, 0.5, 1.0]
+    assert ledger.rss_growth == pytest.approx(2.0)
+
+
+def test_ports_are_free_and_never_given_out_twice() -> None:
+    ports = free_ports(3) + free_ports(3)
+    assert len(set(ports)) == 6
+    assert all(port in PORTS and not is_listened_to(port) for port in ports)
+
+
+def test_our_router_is_told_its_workers_and_the_arguments_of_the_command_line(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, 20000, [20001, 20002], response_timeout_s=2.0, arguments=["--policy", "session"])
+    command = " ".join(ROUTERS[OURS](setup).command)
+    assert "router --worker http://127.0.0.1:20001 --worker http://127.0.0.1:20002 --host 127.0.0.1" in command
+    assert command.endswith("--port 20000 --response-timeout 2.0 --policy session")
+
+
+def test_who_takes_part() -> None:
+    assert router.contestants("none") == [OURS]
+    assert router.contestants("nginx") == [OURS, "nginx"]
+    assert router.contestants(None) == list(ROUTERS)
+    with pytest.raises(UsageError, match="known: naive, sglang_router"):
+        router.contestants("squid")
+
+
+def test_only_wanted_cases_are_measured() -> None:
+    assert router.run(Options(peer="none", case="no such case")).rows == []

@@ -1,0 +1,149 @@
+"""A router in this process, in one of its own, and how both end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from practicum.errors import RouterError
+from practicum.reward.router import Router, RouterHandle
+from tests.reward.router.client import Client, request
+from tests.reward.router.fakes import Exchange, FakeWorker, echo_target
+
+StartWorker = Callable[..., FakeWorker]
+
+STARTS: dict[str, Callable[[Router], RouterHandle]] = {
+    "thread": lambda router: router.start(),
+    "process": lambda router: router.start_process(),
+}
+
+
+def slowly(seconds: float) -> Callable[[Exchange], None]:
+    def handler(exchange: Exchange) -> None:
+        exchange.read_body()
+        time.sleep(seconds)
+        echo_target(exchange)
+
+    return handler
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS.keys())
+def test_it_serves_as_soon_as_it_is_started(start: Callable[[Router], RouterHandle], start_worker: StartWorker) -> None:
+    worker = start_worker()
+    with start(Router([worker.url])) as router:
+        assert router.workers()[0]["state"] == "up"
+        with Client(router.url) as client:
+            assert client.get(b"/x").data == b"/x"
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS.keys())
+def test_stopping_drains(start: Callable[[Router], RouterHandle], start_worker: StartWorker) -> None:
+    worker = start_worker(slowly(0.5))
+    router = start(Router([worker.url]))
+    with Client(router.url) as busy, Client(router.url) as idle:
+        busy.send(request(target=b"/under-way"))
+        worker.wait_for(lambda worker: bool(worker.requests), "the request")
+        stopping = threading.Thread(target=router.stop)
+        stopping.start()
+        assert idle.is_closed()
+        response = busy.response()
+        assert response.data == b"/under-way" and b"connection: close" in response.head.raw
+        stopping.join(10.0)
+    with pytest.raises(ConnectionRefusedError):
+        Client(router.url)
+    router.stop()  # again, for nothing
+
+
+def test_draining_has_a_deadline(start_worker: StartWorker) -> None:
+    worker = start_worker(slowly(3.0))
+    router = Router([worker.url], drain_timeout_s=0.3).start()
+    with Client(router.url) as client:
+        client.send(request(target=b"/too-long"))
+        worker.wait_for(lambda worker: bool(worker.requests), "the request")
+        start = time.monotonic()
+        router.stop()
+        assert time.monotonic() - start < 2.0
+        assert client.is_closed()
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS.keys())
+def test_a_port_in_use_is_an_error_that_names_it(start: Callable[[Router], RouterHandle]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(RouterError, match=f"port {port}.*in use"):
+            start(Router(port=port))
+        with pytest.raises(RouterError, match=f"port {port}.*in use"):
+            start(Router(admin_port=port))
+
+
+def test_a_child_process_ends_when_its_parent_is_killed() -> None:
+    program = "from practicum.reward.router import Router; import time; r = Router().start_process()\n"
+    program += "print(r.pid, r.port, flush=True); time.sleep(60)"
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid, port = map(int, parent.stdout.readline().split())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 10.0
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not psutil.pid_exists(pid)
+    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
+        pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_drains_when_told_to_stop(number: signal.Signals, start_worker: StartWorker) -> None:
+    worker = start_worker(slowly(0.4))
+    command = [sys.executable, "-m", "practicum", "router", "--worker", worker.url, "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("router ready at http://127.0.0.1:")
+    with Client(line.split()[-1]) as client:
+        client.send(request(target=b"/under-way"))
+        worker.wait_for(lambda worker: bool(worker.requests), "the request")
+        os.kill(process.pid, number)
+        assert client.response().data == b"/under-way"
+    output, errors = process.communicate(timeout=10.0)
+    assert (process.returncode, output, errors) == (0, "", "")
+
+
+def test_a_worker_that_is_not_there_is_reported_and_the_router_starts(start_worker: StartWorker) -> None:
+    worker = start_worker()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        gone = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with Router([gone, worker.url]).start() as router:
+        states = {state["url"]: (state["state"], state["reason"]) for state in router.workers()}
+        assert states[gone][0] == "starting" and "refused" in states[gone][1]
+        with Client(router.url) as client:
+            assert client.get(b"/x").data == b"/x"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"workers": ["http://a:1", "http://a:1/"]}, "worker http://a:1/ is named twice"),
+        ({"workers": ["a:1"]}, "worker 'a:1' is not a URL"),
+        ({"workers": ["http://a:1/v1"]}, "only scheme, host and port"),
+        ({"policy": "best"}, "the policies are: expected_finish, least_requests"),
+        ({"port": 70000}, "port=70000"),
+        ({"colour": 1}, "'colour' is not known"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_errors(settings: dict[str, object], told: str) -> None:
+    with pytest.raises(RouterError, match=told.replace("(", r"\(")):
+        Router(**settings)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """The documentation tells the truth: every key is described, every file it names is there.
 
-`python -m tests.test_docs` writes the key tables of docs/configuration.md anew.
+`python -m tests.test_docs` writes the tables of docs/configuration.md and docs/router.md anew.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from practicum.config import Config
+from practicum.reward.router import RouterSettings
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 MARK = "<!-- keys -->\n"
+ROUTER_PAGE = ROOT / "docs" / "router.md"
+ROUTER_MARK = "<!-- settings -->\n"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -54,6 +57,11 @@ def tables() -> str:
     return "\n\n".join(blocks) + "\n"
 
 
+def router_table() -> str:
+    rows = [row(name, field) for name, field in RouterSettings.model_fields.items()]
+    return "\n".join(["| setting | type | default | meaning |\n|---|---|---|---|", *rows]) + "\n"
+
+
 def test_every_key_has_a_sentence() -> None:
     def check(model: type[BaseModel], prefix: str) -> None:
         for name, field in model.model_fields.items():
@@ -62,10 +70,12 @@ def test_every_key_has_a_sentence() -> None:
                 check(field.annotation, f"{name}.")
 
     check(Config, "")
+    check(RouterSettings, "router ")
 
 
 def test_the_page_of_keys_is_up_to_date() -> None:
     assert PAGE.read_text().partition(MARK)[2] == tables(), "run: python -m tests.test_docs"
+    assert ROUTER_PAGE.read_text().partition(ROUTER_MARK)[2] == router_table(), "run: python -m tests.test_docs"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -97,3 +107,4 @@ def test_the_readme_is_short() -> None:
 
 if __name__ == "__main__":
     PAGE.write_text(PAGE.read_text().partition(MARK)[0] + MARK + tables())
+    ROUTER_PAGE.write_text(ROUTER_PAGE.read_text().partition(ROUTER_MARK)[0] + ROUTER_MARK + router_table())

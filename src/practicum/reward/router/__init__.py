@@ -2,7 +2,7 @@
 
 from practicum.reward.router import Router
 
-with Router(workers=["http://10.0.0.7:8000", "http://10.0.0.8:8000"]).start() as router:
+with Router(workers=["http://127.0.0.1:8001", "http://127.0.0.1:8002"]).start() as router:
     ...  # ask router.url
 """
 

@@ -14,10 +14,10 @@ from practicum.errors import RouterError
 
 
 class RouterSettings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     workers: tuple[str, ...] = ()
-    """Addresses of the workers, such as http://10.0.0.7:8000. More can be added while it runs."""
+    """Addresses of the workers, such as http://gpu-1:8000. More can be added while it runs."""
     policy: str = "expected_finish"
     """Who gets a request: expected_finish, least_requests, round_robin, power_of_two, session or prefix."""
     host: str = "127.0.0.1"
@@ -109,7 +109,7 @@ def worker_address(url: str) -> tuple[str, str, int]:
     except ValueError as error:
         raise ValueError(f"worker {url!r}: {error}") from None
     if parts.scheme not in ("http", "https") or not re.fullmatch(r"[A-Za-z0-9._:%-]+", parts.hostname or ""):
-        raise ValueError(f"worker {url!r} is not a URL such as http://10.0.0.7:8000")
+        raise ValueError(f"worker {url!r} is not a URL such as http://gpu-1:8000")
     if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
         raise ValueError(
             f"worker {url!r}: only scheme, host and port can be given, since requests are passed on as they are"

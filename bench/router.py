@@ -1,8 +1,8 @@
 """`router`: our reward router against verl's naive one, the Rust routers of SGLang and vLLM, nginx and haproxy.
 
 Each case is a file: router_load.py (throughput and CPU time), router_latency.py, router_makespan.py (who gets which
-job), router_faults.py, router_soak.py. Their workers are in router_workers.py, how each router is started in
-router_contestants.py.
+job), router_faults.py, router_soak.py, router_choice.py. Their workers are in router_workers.py, how each router is
+started in router_contestants.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench import router_faults, router_latency, router_load, router_makespan, router_soak
+from bench import router_choice, router_faults, router_latency, router_load, router_makespan, router_soak
 from bench.harness import Options, Outcome, Row, UsageError
 from bench.router_contestants import OURS, ROUTERS
 from bench.router_scene import Entry
@@ -28,6 +28,7 @@ CASES: Sequence[Case] = (
     (router_makespan.CASES, router_makespan.run),
     (router_faults.CASES, router_faults.run),
     ((router_soak.CASE,), lambda entry, _: router_soak.run(entry)),
+    ((router_choice.CASE,), lambda entry, _: router_choice.run(entry)),
 )
 
 

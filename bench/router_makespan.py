@@ -3,7 +3,7 @@
     client, 128 in flight ──▶ router ──▶ 8 emulated workers of speeds 1, 1, 1, 1, 2, 2, 4, 4 with 4 slots each
 
 Relative to total work / total speed, which nobody can beat: 1 is perfect. With the cost hint the client tells the
-router how much work each job is, in a header that only ours reads; the peers' numbers are therefore the same in both
+router how much work each job is, in a header that only ours reads; the peers' numbers are therefore the same in all
 cases and measured once.
 """
 
@@ -26,8 +26,9 @@ from bench.router_contestants import OURS
 from bench.router_scene import Entry, Router, Stage, wait_for_ports
 from bench.router_workers import Worker, new_event_loop
 
-HINT, NO_HINT = "makespan, cost hint", "makespan, no hint"
-CASES = (HINT, NO_HINT)
+HINT, NO_HINT, HEDGED = "makespan, cost hint", "makespan, no hint", "makespan, no hint, hedged"
+CASES = (HINT, NO_HINT, HEDGED)
+HEDGING = ("--hedge-quantile", "0.95")  # what ours can do besides, when asked to: stragglers go to a second worker
 Play = tuple[str, str]  # a contestant and a case
 METRIC = "makespan / (total work / total speed)"
 SPEEDS = (1, 1, 1, 1, 2, 2, 4, 4)
@@ -83,7 +84,9 @@ def open_teams(stage: Stage, plays: Sequence[Play]) -> dict[Play, Router]:
     programs = {play: stage.open_workers(emulated(ports[play])) for play in plays}
     for play, program in programs.items():
         wait_for_ports(program, ports[play])
-    routers = {play: stage.open_router(play[0], ports[play]) for play in plays}
+    routers = {
+        play: stage.open_router(play[0], ports[play], more=HEDGING if play[1] == HEDGED else ()) for play in plays
+    }
     for router in routers.values():
         router.wait()
     return routers

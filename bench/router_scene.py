@@ -55,11 +55,17 @@ class Stage:
     stack: ExitStack
 
     def open_router(
-        self, name: str, workers: Sequence[int], *, lean: bool = False, response_timeout_s: float | None = None
+        self,
+        name: str,
+        workers: Sequence[int],
+        *,
+        lean: bool = False,
+        response_timeout_s: float | None = None,
+        more: Sequence[str] = (),
     ) -> Router:
         """Start one; the caller waits for it, so that several can start at the same time."""
         port = free_ports(1)[0]
-        arguments = self.entry.arguments if name == OURS else ()
+        arguments = (*self.entry.arguments, *more) if name == OURS else ()
         launch = ROUTERS[name](Setup(self.entry.folder, port, workers, lean, response_timeout_s, arguments))
         program = Program(f"{name}-{port}", launch.command, self.entry.folder, launch.env)
         return Router(name, port, self.stack.enter_context(program))

@@ -10,6 +10,7 @@ import math
 import random
 import re
 from bisect import bisect
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Protocol
@@ -80,7 +81,8 @@ class LeastRequests(Policy):
 
     def __init__(self, settings: RouterSettings) -> None:
         super().__init__(settings)
-        self._by_number: dict[int, dict[Upstream, None]] = {}
+        # OrderedDict, since in a dict from whose front much was taken the first one is long to find.
+        self._by_number: dict[int, OrderedDict[Upstream, None]] = {}
         self._fewest = 0  # nobody has fewer
 
     def enter(self, upstream: Upstream) -> None:
@@ -104,7 +106,7 @@ class LeastRequests(Policy):
 
     def _put(self, upstream: Upstream) -> None:
         number = len(upstream.in_flight)
-        self._by_number.setdefault(number, {})[upstream] = None
+        self._by_number.setdefault(number, OrderedDict())[upstream] = None
         self._fewest = min(self._fewest, number)
 
     def _take(self, upstream: Upstream, number: int) -> None:

@@ -86,7 +86,9 @@ def explain(config_file: ConfigFile, overrides: Overrides = None, debug: Debug =
 @app.command()
 def router(
     worker: Annotated[list[str] | None, typer.Option(help="A worker's URL; once for each.", metavar="URL")] = None,
-    policy: Annotated[str, typer.Option(help="Who gets a request.")] = "expected_finish",
+    policy: Annotated[
+        str, typer.Option(help="Who gets a request: expected_finish, least_requests, round_robin, …")
+    ] = "expected_finish",
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen at; 0 takes a free one.")] = 8000,
     admin_port: Annotated[int | None, typer.Option(help="A port of its own for the control plane.")] = None,
@@ -108,7 +110,8 @@ def router(
         from practicum.reward.router import Router
         from practicum.reward.router.settings import parse_settings
 
-        settings = {
+        settings: dict[str, Any] = {
+            "workers": worker or (),
             "policy": policy,
             "host": host,
             "port": port,
@@ -118,9 +121,8 @@ def router(
             "response_timeout_s": response_timeout,
             "hedge_quantile": hedge_quantile,
         }
-        Router(worker or (), **(settings | parse_settings(set_ or []))).run(
-            lambda server: typer.echo(f"router ready at {server.url}")
-        )
+        chosen = Router(**(settings | parse_settings(set_ or [])))
+        chosen.run(lambda server: typer.echo(f"router ready at {server.url}"))
 
 
 def _run(config: Config, console: Any, title: str) -> None:

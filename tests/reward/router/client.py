@@ -16,6 +16,7 @@ from typing import Any
 from tests.reward.router.wire import WITHOUT_BODY, ClosedError, Head, LateError, Reader
 
 TIMEOUT_S = 5.0
+LOCAL = b"localhost"  # a host that the control plane takes for its own machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +124,15 @@ class Client:
         return head
 
 
-def request(method: bytes = b"GET", target: bytes = b"/", fields: Iterable[bytes] = (), body: bytes = b"") -> bytes:
+def request(
+    method: bytes = b"GET",
+    target: bytes = b"/",
+    fields: Iterable[bytes] = (),
+    body: bytes = b"",
+    host: bytes = b"worker.test",
+) -> bytes:
     """A request in origin form; framing fields are the caller's, but for a Content-Length if there's a body alone."""
-    lines = [method + b" " + target + b" HTTP/1.1", b"Host: worker.test", *fields]
+    lines = [method + b" " + target + b" HTTP/1.1", b"Host: " + host, *fields]
     names = {line.split(b":")[0].lower() for line in lines[1:]}
     if body and not names & {b"content-length", b"transfer-encoding"}:
         lines.append(b"Content-Length: %d" % len(body))
@@ -141,7 +148,7 @@ def chunks(*datas: bytes, trailers: Iterable[bytes] = ()) -> bytes:
 def worker_states(url: str) -> list[dict[str, Any]]:
     """What the router says of its workers."""
     with Client(url) as client:
-        states: list[dict[str, Any]] = json.loads(client.get(b"/router/workers").data)
+        states: list[dict[str, Any]] = json.loads(client.ask(request(target=b"/router/workers", host=LOCAL)).data)
     return states
 
 

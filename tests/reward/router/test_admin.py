@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.reward.router.client import Client, Response, request, worker_states
+from tests.reward.router.client import LOCAL, Client, Response, request, worker_states
 from tests.reward.router.conftest import OPTIONS, Pair
 from tests.reward.router.fakes import Exchange, FakeWorker, echo_target
 
@@ -23,7 +23,7 @@ def call(
     body = b"" if fields is None else json.dumps(fields).encode()
     given = (b"Authorization: Bearer " + token.encode(),) if token is not None else ()
     with Client(url) as client:
-        return client.ask(request(method.encode(), path.encode(), [*given, *extra], body))
+        return client.ask(request(method.encode(), path.encode(), [*given, *extra], body, LOCAL))
 
 
 def message(response: Response) -> str:
@@ -113,7 +113,7 @@ def test_a_bad_body_is_400_and_says_why(pair: Pair, fields: Any, told: str) -> N
 
 def test_a_body_that_is_not_json_is_400(pair: Pair) -> None:
     with pair.client() as client:
-        response = client.ask(request(b"POST", b"/router/workers", body=b"{nonsense"))
+        response = client.ask(request(b"POST", b"/router/workers", body=b"{nonsense", host=LOCAL))
     assert response.status == 400 and "not JSON" in message(response)
 
 
@@ -157,11 +157,30 @@ def test_at_a_port_of_its_own_the_prefix_belongs_to_the_workers(start_worker: St
         assert router.workers()[0]["url"] == worker.url
 
 
+@pytest.mark.parametrize(
+    ("host", "extra"), [(b"evil.test", ()), (b"127.0.0.1.evil.test", ()), (LOCAL, (b"Origin: http://evil.test",))]
+)
+def test_without_a_token_a_page_in_a_browser_may_not_call_it(pair: Pair, host: bytes, extra: tuple[bytes, ...]) -> None:
+    body = json.dumps({"url": "http://127.0.0.1:9"}).encode()
+    with pair.client() as client:
+        response = client.ask(request(b"POST", b"/router/workers", extra, body, host))
+        assert response.status == 403 and "without a token" in message(response)
+    assert len(worker_states(pair.url)) == 1
+
+
+def test_head_gets_the_head(pair: Pair) -> None:
+    with pair.client() as client:
+        for target in (b"/router/health", b"/router/nothing", b"/router/workers"):
+            response = client.ask(request(b"HEAD", target, host=LOCAL))
+            assert response.head.length() and not response.data
+        assert client.is_kept()
+
+
 def test_an_answer_keeps_the_connection(pair: Pair) -> None:
     with pair.client() as client:
         assert client.get(b"/router/health").status == 200
         assert client.get(b"/between").data == b"/between"
-        assert client.get(b"/router/nothing").status == 404
+        assert client.ask(request(target=b"/router/nothing", host=LOCAL)).status == 404
         assert client.is_kept()
 
 

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from practicum.reward.router import RouterSettings
-from tests.reward.router.client import Client
+from tests.reward.router.client import LOCAL, Client, request
 
 
 def start(settings: RouterSettings) -> subprocess.Popen[str]:
@@ -31,7 +31,7 @@ def test_it_tells_its_address_and_ends_with_its_input() -> None:
     child = start(RouterSettings(admin_port=0))
     told = first_words(child)
     with Client(told["admin_url"]) as client:
-        assert client.get(b"/workers").status == 200
+        assert client.ask(request(target=b"/workers", host=LOCAL)).status == 200
     child.communicate(timeout=10.0)
     assert child.returncode == 0
 

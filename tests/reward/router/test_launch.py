@@ -128,7 +128,7 @@ def test_a_worker_that_is_not_there_is_reported_and_the_router_starts(start_work
         gone = f"http://127.0.0.1:{free.getsockname()[1]}"
     with Router([gone, worker.url]).start() as router:
         states = {state["url"]: (state["state"], state["reason"]) for state in router.workers()}
-        assert states[gone][0] == "starting" and "refused" in states[gone][1]
+        assert states[gone][0] == "ejected" and "refused" in states[gone][1]
         with Client(router.url) as client:
             assert client.get(b"/x").data == b"/x"
 

@@ -81,8 +81,8 @@ def test_a_worker_that_hangs_looks_slower_at_every_tick() -> None:
         paces.append(hangs.pace.pace)
     assert all(earlier < later for earlier, later in pairwise(paces))
     assert paces[-1] > 5.0 * works.pace.pace
-    assert hangs.pace.slowdown(4.0) > 5.0  # the age of what it has
-    assert works.pace.slowdown(0.05) < 1.5
+    assert hangs.pace.slowdown(4, 4.0) > 5.0  # it has been silent that long
+    assert works.pace.slowdown(1, 0.05) < 1.5
 
 
 def test_what_was_given_up_is_not_taken_for_done() -> None:
@@ -127,10 +127,10 @@ def test_what_is_usual_is_not_dragged_along_by_a_bad_time() -> None:
     usual = bad.pace.usual
     assert usual == pytest.approx(0.1, rel=0.2)
     now = serve(fleet, bad, [5.0] * 100, now)
-    assert bad.pace.slowdown(0.0) > 5.0
+    assert bad.pace.slowdown(1, 0.0) > 5.0
     assert bad.pace.usual == pytest.approx(usual, rel=0.25)
     serve(fleet, bad, [0.1] * 300, now)
-    assert bad.pace.slowdown(0.0) == pytest.approx(1.0, rel=0.3)
+    assert bad.pace.slowdown(1, 0.0) == pytest.approx(1.0, rel=0.3)
 
 
 def test_one_request_that_takes_far_too_long_does_not_make_a_worker_slow() -> None:
@@ -138,7 +138,7 @@ def test_one_request_that_takes_far_too_long_does_not_make_a_worker_slow() -> No
     (upstream,) = fleet
     now = serve(fleet, upstream, [0.1] * 100, 0.0)
     serve(fleet, upstream, [60.0], now)
-    assert upstream.pace.slowdown(0.0) < 3.0
+    assert upstream.pace.slowdown(1, 0.0) < 3.0
 
 
 def test_more_requests_explain_that_they_take_longer() -> None:
@@ -150,7 +150,7 @@ def test_more_requests_explain_that_they_take_longer() -> None:
     def watched(jobs: list[Job]) -> Iterator[Job]:
         for job in jobs:
             yield job
-            slowdowns.append(upstream.pace.slowdown(0.0))
+            slowdowns.append(upstream.pace.slowdown(1, 0.0))
 
     simulation.run(watched(lognormal_jobs(400, 1, hint=True)), 40)  # each waits for twenty others
     assert median(slowdowns[100:]) < 2.0
@@ -168,7 +168,7 @@ def test_nothing_is_usual_before_enough_is_known() -> None:
     fleet = make_fleet("round_robin", 1)
     (upstream,) = fleet
     now = serve(fleet, upstream, [0.1] * 10, 0.0)
-    assert upstream.pace.usual is None and upstream.pace.slowdown(10.0) == 1.0
+    assert upstream.pace.usual is None and upstream.pace.slowdown(3, 10.0) == 1.0
     serve(fleet, upstream, [0.1] * 50, now)
     assert upstream.pace.usual is not None
 

@@ -46,7 +46,7 @@ def test_a_bad_url_is_refused() -> None:
 def test_weights_must_be_as_new_as_wanted(version: int | None, wanted: int | None, expected: bool) -> None:
     upstream = Upstream("http://a:1", Average(), limit=4)
     upstream.version = version
-    assert upstream.expects(wanted) is expected
+    assert upstream.has_version(wanted) is expected
 
 
 def loaded(num: int) -> tuple[Upstream, list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from urllib.parse import urlsplit
 
 from practicum.controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker
 from practicum.controller.host import host_address
@@ -11,16 +12,23 @@ from practicum.reward.router.launch import STOP_S, RouterThread
 from practicum.reward.router.settings import RouterSettings
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_EVERYWHERE = ("0.0.0.0", "::")
 
 
 class RouterActor(Worker):
     def __init__(self, settings: RouterSettings) -> None:
         if settings.host in _LOOPBACK:  # nobody on another node would find it there
             settings = settings.model_copy(update={"host": host_address()})
+        self._host = host_address() if settings.host in _EVERYWHERE else None
         self._router = RouterThread(settings)
 
     def addresses(self) -> tuple[str, str]:
-        return self._router.url, self._router.admin_url
+        """For callers on other nodes."""
+        return self._seen_from_outside(self._router.url), self._seen_from_outside(self._router.admin_url)
+
+    def _seen_from_outside(self, url: str) -> str:
+        parts = urlsplit(url)
+        return url if self._host is None else parts._replace(netloc=f"{self._host}:{parts.port}").geturl()
 
     def stop(self) -> None:
         self._router.stop()
@@ -32,11 +40,19 @@ class RouterOnRay(RouterHandle):
     def __init__(self, settings: RouterSettings, pool: RayResourcePool | None) -> None:
         token = settings.token or secrets.token_urlsafe()
         settings = settings.model_copy(update={"token": token})
-        self._own_pool = None if pool is not None else RayResourcePool([1])
-        place = (pool or self._own_pool or RayResourcePool([1])).sub_pool([0])
-        self._group = RayWorkerGroup(
-            place, RayClassWithInitArgs(RouterActor, settings), timeout_s=settings.drain_timeout_s + 2 * STOP_S
-        )
+        self._own_pool = RayResourcePool([1]) if pool is None else None
+        place = self._own_pool if pool is None else pool.sub_pool([0])
+        assert place is not None
+        try:
+            self._group = RayWorkerGroup(
+                place,
+                RayClassWithInitArgs(RouterActor, settings),
+                timeout_s=settings.drain_timeout_s + 2 * STOP_S,
+            )
+        except BaseException:
+            if self._own_pool is not None:
+                self._own_pool.release()
+            raise
         url, admin_url = self._group.execute_rank_zero(RouterActor.addresses)
         self._stopped = False
         super().__init__(url, admin_url, token)

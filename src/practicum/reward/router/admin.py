@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import re
 from collections.abc import Callable, Mapping
 from ipaddress import ip_address
 from pathlib import Path
@@ -26,6 +27,7 @@ from practicum.reward.router.upstream import Upstream
 
 PREFIX = "/router"
 _PAGE = Path(__file__).with_name("page.html")
+_LOCAL_HOST = re.compile(rb"(localhost|127\.[0-9.]+|\[::1\])(:[0-9]*)?", re.IGNORECASE)
 Call = Callable[[Mapping[str, Any]], Any]
 
 
@@ -55,12 +57,14 @@ class Admin:
         }
 
     def serves(self, target: bytes) -> bool:
+        if not self._prefix:
+            return True
         if not target.startswith(self._start):
             return False
         return target[len(self._start) :][:1] in (b"", b"/", b"?")
 
     def answer(self, head: RequestHead, body: bytes, peer: tuple[Any, ...] | None, *, close: bool) -> bytes:
-        method = head.method.decode()
+        method = "GET" if head.method == b"HEAD" else head.method.decode()
         path = head.target.decode("ascii", "replace").partition("?")[0].removeprefix(self._prefix).rstrip("/")
         try:
             if method == "GET" and path == "":
@@ -88,7 +92,8 @@ class Admin:
 
     def _check_caller(self, head: RequestHead, peer: tuple[Any, ...] | None) -> None:
         if self._token is None:
-            if peer is None or not ip_address(str(peer[0]).partition("%")[0]).is_loopback:
+            # A page open in somebody's browser on this machine is not somebody on this machine.
+            if not _is_loopback(peer) or head.origin is not None or not _LOCAL_HOST.fullmatch(head.host or b""):
                 raise Refused(403, "no_token", "without a token the control plane serves callers on its machine only.")
             return
         scheme, _, given = (head.authorization or b"").partition(b" ")
@@ -169,6 +174,10 @@ class Admin:
             "slots": upstream.pace.slots,
             "connections": len(upstream.idle) + len(upstream.in_flight),
         }
+
+
+def _is_loopback(peer: tuple[Any, ...] | None) -> bool:
+    return peer is not None and ip_address(str(peer[0]).partition("%")[0]).is_loopback
 
 
 def _json(status: int, value: Any, *, close: bool) -> bytes:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 # no worker waiting. Of a longer one, this much.
 GATHERED_BYTES = 64 * 1024
 MAX_ADMIN_BYTES = 64 * 1024
-# How long a client may take for a head, or between two parts of a body; how long it may keep a connection without
-# asking anything; how long it is given to read a last answer before the connection is closed.
+# How long a client may be silent in the middle of a request, or not take its last answer; how long it may keep a
+# connection without asking anything; how long it is given to close a connection after the last answer.
 REQUEST_TIMEOUT_S = 60.0
 IDLE_TIMEOUT_S = 600.0
 LINGER_S = 2.0
@@ -46,6 +46,7 @@ class ClientConnection(asyncio.Protocol):
         "_reading",
         "_taking",
         "_transport",
+        "can_write",
         "touched",
     )
 
@@ -61,6 +62,7 @@ class ClientConnection(asyncio.Protocol):
         self._lingering = False
         self._taking = False
         self._reading = True
+        self.can_write = True
         self.touched = time.monotonic()
 
     # From the event loop
@@ -88,12 +90,16 @@ class ClientConnection(asyncio.Protocol):
             exchange.abandon()
 
     def pause_writing(self) -> None:
+        self.can_write = False
         if self._exchange is not None:
             self._exchange.pause_answer(True)
 
     def resume_writing(self) -> None:
+        self.can_write = True
         if self._exchange is not None:
             self._exchange.pause_answer(False)
+        elif self._body is None and not self._lingering:
+            self._next()
 
     # What the bytes are
 
@@ -102,12 +108,12 @@ class ClientConnection(asyncio.Protocol):
         while data and not self._lingering:
             if self._body is not None:
                 data = self._take_body(self._body, data)
-            elif self._exchange is None:
+            elif self._exchange is None and self.can_write:
                 if len(data) < self._needed:
                     self._buffer = data
                     break
                 data = self._take_head(data)
-            else:  # the next request has to wait
+            else:  # the next request has to wait, and so does who does not take its answers
                 self._buffer = data
                 if len(data) > MAX_HEAD_BYTES:
                     self.read_on(False)
@@ -117,7 +123,7 @@ class ClientConnection(asyncio.Protocol):
     def _take_head(self, data: bytes) -> bytes:
         """Begin a request. What is left of the data is returned; what is too little for a head is kept."""
         if data.startswith(b"\r\n"):  # some clients end a body with one more
-            return data[2:]
+            data = data[2:]
         end = data.find(END)
         if (end if end >= 0 else len(data)) > MAX_HEAD_BYTES:
             self._refuse_bytes(BadHead(431, f"the head is longer than {MAX_HEAD_BYTES} bytes"))
@@ -192,7 +198,7 @@ class ClientConnection(asyncio.Protocol):
             return b""
         peer = self._transport.get_extra_info("peername")
         close = not head.keep_alive or self._desk.draining
-        self.write(self._admin.answer(head, data[head.size : head.size + length], peer, close=close))
+        self._write_own(head, self._admin.answer(head, data[head.size : head.size + length], peer, close=close))
         if close:
             self._hang_up()
         return data[head.size + length :]
@@ -200,6 +206,7 @@ class ClientConnection(asyncio.Protocol):
     def _refuse_bytes(self, error: BadHead) -> None:
         """What came is no request: say so, and read nothing more."""
         exchange, self._exchange = self._exchange, None
+        answered = self._body is not None and exchange is None
         self._body = None
         self._desk.stats.refused("bad_request")
         if exchange is not None:
@@ -207,7 +214,8 @@ class ClientConnection(asyncio.Protocol):
             if exchange.begun:
                 self.cut()
                 return
-        self.write(error_answer(error.status, "bad_request", f"{error.reason}.", close=True))
+        if not answered:  # a worker may have answered before the whole request had come
+            self.write(error_answer(error.status, "bad_request", f"{error.reason}.", close=True))
         self._hang_up()
 
     # From the exchange
@@ -240,9 +248,7 @@ class ClientConnection(asyncio.Protocol):
         assert self._head is not None
         close = not self._head.keep_alive or self._desk.draining
         text = error_answer(status, code, reason if reason.endswith(".") else f"{reason}.", close=close)
-        if self._head.method == b"HEAD":
-            text = text[: text.index(END) + 4]
-        self.write(text)
+        self._write_own(self._head, text)
         self.finished(close=close)
 
     # From the server
@@ -251,7 +257,7 @@ class ClientConnection(asyncio.Protocol):
         """Close it when the client has been silent for too long."""
         silent_s = now - self.touched
         if self._lingering:
-            if silent_s > LINGER_S:
+            if silent_s > (REQUEST_TIMEOUT_S if self._transport.get_write_buffer_size() else LINGER_S):
                 self._transport.abort()
         elif (self._body is not None and self._reading) or (self._buffer and self._exchange is None):
             if silent_s > REQUEST_TIMEOUT_S:
@@ -260,11 +266,15 @@ class ClientConnection(asyncio.Protocol):
             self._transport.close()
 
     def close_if_idle(self) -> None:
-        if self._exchange is None and not self._lingering and self._body is None:
+        if self._exchange is None and not self._lingering and self._body is None and not self._buffer:
             self._transport.close()
 
     def close(self) -> None:
         self._transport.abort()
+
+    def _write_own(self, head: RequestHead, text: bytes) -> None:
+        """An answer of the router's own, of which HEAD gets the head."""
+        self.write(text[: text.index(END) + len(END)] if head.method == b"HEAD" else text)
 
     def _next(self) -> None:
         """Go on with what came behind the last request."""

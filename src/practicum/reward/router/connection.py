@@ -27,10 +27,10 @@ class Failure:
     """Why a worker's answer did not come, or not to its end.
 
     refused: no connection; stale: a connection used before was closed before a byte was answered; broken: closed or
-    reset on the way; bad: not HTTP; timeout: silent for too long; status: it answered that it cannot.
+    reset on the way; bad: not HTTP; timeout: silent for too long; full: it is at work, and takes no connection.
     """
 
-    kind: Literal["refused", "stale", "broken", "bad", "timeout", "status"]
+    kind: Literal["refused", "full", "stale", "broken", "bad", "timeout"]
     reason: str
 
 
@@ -67,6 +67,7 @@ class WorkerConnection(asyncio.Protocol):
         "_unsent",
         "_used",
         "answering",
+        "can_write",
         "customer",
         "paused",
         "request_sent",
@@ -84,6 +85,7 @@ class WorkerConnection(asyncio.Protocol):
         self.touched = 0.0  # when a byte was last sent or answered
         self.answering = False
         self.request_sent = False
+        self.can_write = True  # or the worker does not take what is sent to it
         self.paused = False  # the customer cannot take more of the answer for now
         self._read_head = read_head
         self._head: ResponseHead | None = None
@@ -145,10 +147,9 @@ class WorkerConnection(asyncio.Protocol):
         host, port = self.upstream.address
         try:
             await asyncio.get_running_loop().create_connection(lambda: self, host, port, ssl=self.upstream.tls)
-        except OSError as error:
-            reason = error.strerror if error.strerror and not error.strerror.startswith("Connect call") else str(error)
+        except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
             self._opening = None
-            self.fail(Failure("refused", f"no connection: {reason}"))
+            self.fail(Failure("refused", f"no connection: {getattr(error, 'strerror', None) or error}"))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # it is one, for TCP
         self._opening = None
@@ -159,7 +160,7 @@ class WorkerConnection(asyncio.Protocol):
         transport.set_write_buffer_limits(MAX_UNSENT)
         transport.write(b"".join(self._unsent))
         self._unsent.clear()
-        self.customer.writable(self, True)
+        self.customer.writable(self, self.can_write)
 
     def data_received(self, data: bytes) -> None:
         customer = self.customer
@@ -174,29 +175,29 @@ class WorkerConnection(asyncio.Protocol):
         self.answering = True
         if self._buffer:
             data, self._buffer = self._buffer + data, b""
-        end = data.find(END)
-        if end < 0:
-            self._buffer = data
-            if len(data) > MAX_HEAD_BYTES:
-                self.fail(Failure("bad", f"its head is longer than {MAX_HEAD_BYTES} bytes"))
-            return
-        try:
-            head = self._read_head(data[: end + 4])
-        except BadHead as error:
-            self.fail(Failure("bad", error.reason))
-            return
-        if len(data) == head.whole_size and not customer.expects_no_body and self.request_sent:
-            self._finish(head)
-            customer.whole(self, head, data)
-        else:
-            self._begin_answer(customer, head, data[end + 4 :])
+        while self.customer is customer:  # once, and once more for each interim answer
+            end = data.find(END)
+            if end < 0:
+                self._buffer = data
+                if len(data) > MAX_HEAD_BYTES:
+                    self.fail(Failure("bad", f"its head is longer than {MAX_HEAD_BYTES} bytes"))
+                return
+            try:
+                head = self._read_head(data[: end + 4])
+            except BadHead as error:
+                self.fail(Failure("bad", error.reason))
+                return
+            if len(data) == head.whole_size and not customer.expects_no_body and self.request_sent:
+                self._finish(head)
+                customer.whole(self, head, data)
+                return
+            data = data[end + 4 :]
+            if not head.interim:
+                self._begin_answer(customer, head, data)
+                return
+            customer.interim(self, head)
 
     def _begin_answer(self, customer: Customer, head: ResponseHead, rest: bytes) -> None:
-        if head.interim:
-            customer.interim(self, head)
-            if rest and self.customer is customer:
-                self.data_received(rest)
-            return
         self._head = head
         self._body = (EMPTY if customer.expects_no_body else head.framing).body()
         if not customer.begins(self, head):
@@ -227,7 +228,8 @@ class WorkerConnection(asyncio.Protocol):
         self._head = self._body = None
         self._used = True
         assert self.transport is not None
-        if clean and head.keep_alive and self.request_sent and not self.transport.is_closing():
+        if clean and head.keep_alive and self.request_sent and self.can_write and not self.transport.is_closing():
+            self.pause(False)
             self.upstream.idle.append(self)
         else:
             self.transport.close()
@@ -260,9 +262,13 @@ class WorkerConnection(asyncio.Protocol):
             self.upstream.idle.remove(self)
 
     def pause_writing(self) -> None:
+        self.can_write = False
+        self.touched = time.monotonic()
         if self.customer is not None:
             self.customer.writable(self, False)
 
     def resume_writing(self) -> None:
+        self.can_write = True
+        self.touched = time.monotonic()
         if self.customer is not None:
             self.customer.writable(self, True)

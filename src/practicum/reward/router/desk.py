@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 TICK_S = 0.05
 # An idle connection is closed before the worker would: servers often give them five seconds.
 IDLE_S = 4.0
+_LATE_TICKS = 4  # ticks between two looks at those who wait
 _SLOW_TICKS = 20  # ticks between two looks at clients and idle connections
 
 
@@ -98,6 +99,7 @@ class Desk:
 
     def stop_waiting(self, exchange: Exchange) -> None:
         if exchange.waiting_since is not None:
+            exchange.waited_s += time.monotonic() - exchange.waiting_since
             exchange.waiting_since = None
             self._room.remove(exchange, exchange.head.priority)
 
@@ -110,6 +112,7 @@ class Desk:
         self.budget.earn()
         if status < 500:
             self.health.succeeded(upstream, now, latency_s, exchange.cost)
+        if status < 400:  # a worker that refuses quickly is no fast worker
             self.costs.learn(exchange.kind, latency_s)
             self.fleet.average.learn(exchange.cost, latency_s)
             if self._latencies is not None:
@@ -123,7 +126,8 @@ class Desk:
                 self._check_silence(connection, now)
         self.costs.tick()
         self.health.tick(now)
-        self._turn_away_late_ones(now)
+        if self._num_ticks % _LATE_TICKS == 0:
+            self._turn_away_late_ones(now)
         if self._latencies is not None:
             self._hedge_stragglers(now, self._latencies)
         if self._num_ticks % _SLOW_TICKS == 0:
@@ -157,7 +161,7 @@ class Desk:
         if self._room:
             for exchange in self._room.everyone():
                 since = exchange.waiting_since
-                if since is not None and now - since > self.settings.wait_timeout_s:
+                if since is not None and now - since + exchange.waited_s > self.settings.wait_timeout_s:
                     self.stop_waiting(exchange)
                     waited = f"no worker was free within {self.settings.wait_timeout_s:g} s"
                     exchange.give_up(503, "wait_timeout", f"{waited}; {self._why_nobody()}")
@@ -174,8 +178,10 @@ class Desk:
         settings, silent_s = self.settings, now - connection.touched
         if connection.transport is None:
             if silent_s > settings.connect_timeout_s:
-                connection.fail(Failure("refused", f"no connection within {settings.connect_timeout_s:g} s"))
-        elif connection.request_sent and silent_s > settings.response_timeout_s:
+                at_work = len(connection.upstream.in_flight) > 1
+                reason = f"no connection within {settings.connect_timeout_s:g} s"
+                connection.fail(Failure("full" if at_work else "refused", reason))
+        elif (connection.request_sent or not connection.can_write) and silent_s > settings.response_timeout_s:
             if connection.paused:
                 exchange = connection.customer
                 assert isinstance(exchange, Exchange)
@@ -204,10 +210,10 @@ class Desk:
 
     def _hedge(self, exchange: Exchange, upstream: Upstream) -> None:
         if exchange.can_be_hedged:
-            exchange.tried |= {upstream}
-            other = self.untried(exchange)
-            if other is not None and self.budget.take():
-                exchange.hedge(other)
+            others = [other for other in self.policy.ready if other is not upstream and other not in exchange.tried]
+            if others and self.budget.take():
+                exchange.tried |= {upstream}
+                exchange.hedge(min(others, key=lambda other: len(other.in_flight)))
 
     def _close_silent_connections(self, now: float) -> None:
         for upstream in self.fleet:

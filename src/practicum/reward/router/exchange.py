@@ -31,6 +31,8 @@ RETRIED_STATUSES = frozenset({500, 502, 503, 504})
 class Asker(Protocol):
     """The client's side."""
 
+    can_write: bool  # or the client does not take what is written to it
+
     def write(self, data: bytes) -> None: ...
 
     def read_on(self, can_read: bool) -> None:
@@ -52,6 +54,7 @@ class Asker(Protocol):
 
 class Exchange:
     __slots__ = (
+        "_all_500",
         "_answer",
         "_asker",
         "_attempts",
@@ -71,6 +74,7 @@ class Exchange:
         "kind",
         "num_attempts",
         "tried",
+        "waited_s",
         "waiting_since",
     )
 
@@ -80,14 +84,16 @@ class Exchange:
         self.complete = complete  # has all of the request come?
         self.arrived = now
         self.waiting_since: float | None = None
-        self.tried: Set[Upstream] = _NOBODY
+        self.waited_s = 0.0  # before that
+        self.tried: Set[Upstream] = _NOBODY  # who has been asked
         self.num_attempts = 0
         self.hedged = False
         self._desk = desk
         self._asker = asker
         self._attempts: list[WorkerConnection] = []
         self._answer: WorkerConnection | None = None  # the attempt whose answer is passed on
-        self._blamed: list[Upstream] | None = None  # answered 500, which may be the request's own fault
+        self._blamed: Set[Upstream] = _NOBODY  # for this request
+        self._all_500 = True  # all of these for having answered so
         self._status = 0
         self._close = False
         self._kept = [data]
@@ -137,11 +143,10 @@ class Exchange:
         kept = self._kept
         connection.begin(self, kept[0] if len(kept) == 1 else b"".join(kept), complete=self.complete, now=now)
         if not self.complete and connection.transport is not None:
-            self.writable(connection, True)
+            self.writable(connection, connection.can_write)
 
     def hedge(self, upstream: Upstream) -> None:
         self.hedged = True
-        self.tried |= {upstream}
         self._desk.stats.hedges += 1
         self.attempt(upstream)
 
@@ -168,12 +173,13 @@ class Exchange:
     # From the connection to a worker
 
     def interim(self, connection: WorkerConnection, head: ResponseHead) -> None:
-        self._asker.write(head.raw)
+        if not self.head.http_1_0:  # which knows no interim answers
+            self._asker.write(head.raw)
 
     def whole(self, connection: WorkerConnection, head: ResponseHead, data: bytes) -> None:
-        self._release(connection, completed=True)
+        self._release(connection, connection.touched, completed=head.status < 400)
         if self._attempts:
-            self._cancel_attempts()
+            self._cancel_slower_ones()
         close = not self.head.keep_alive or self._desk.draining
         if close:
             data = with_close(head.raw) + data[head.size :]
@@ -187,7 +193,7 @@ class Exchange:
         if head.status in RETRIED_STATUSES and self._ask_another(connection, head.status):
             return False
         self._attempts.remove(connection)
-        self._cancel_attempts()
+        self._cancel_slower_ones()
         self._attempts.append(connection)
         self._answer = connection
         self._status = head.status
@@ -198,33 +204,38 @@ class Exchange:
             or (head.framing.kind == "until_close" and not self.expects_no_body)
         )
         self._asker.write(with_close(head.raw) if self._close else head.raw)
+        if not self._asker.can_write:
+            connection.pause(True)
         return True
 
     def piece(self, connection: WorkerConnection, data: bytes) -> None:
         self._asker.write(data)
 
     def ends(self, connection: WorkerConnection) -> None:
-        self._release(connection, completed=True)
+        self._release(connection, connection.touched, completed=self._status < 400)
         self._desk.answered(self, connection, self._status)
         self._asker.finished(close=self._close)
 
     def failed(self, connection: WorkerConnection, failure: Failure) -> None:
         upstream = connection.upstream
-        self._release(connection, completed=False)
-        if failure.kind == "stale" and self._kept:
-            self.attempt(upstream, fresh=True)  # the worker's right, and no failure of its own
+        self._release(connection, time.monotonic(), completed=False)
+        if failure.kind == "stale" and self._kept:  # the worker's right, and no failure of its own
+            if self._desk.fleet.is_ready(upstream):
+                self.attempt(upstream, fresh=True)
+            else:
+                self._desk.dispatch(self)
             return
-        refused = failure.kind == "refused"
-        if refused or upstream not in self.tried:  # one request is held against a worker once
-            self._desk.health.failed(upstream, failure.reason)
+        reached = failure.kind not in ("refused", "full")
+        if failure.kind not in ("full", "stale"):
+            self._blame(upstream, failure)
         self.tried |= {upstream}
-        self.num_attempts += not refused
+        self.num_attempts += reached
         if self._answer is not None:
             self._desk.stats.cut += 1
             self._asker.cut()
         elif self._attempts:
             pass  # the other one may still answer
-        elif self._has_hope(failure) and self._may_retry(free=refused):
+        elif self._has_hope(failure) and self._may_retry(free=not reached):
             self._desk.dispatch(self)
         else:
             status, code = (504, "timeout") if failure.kind == "timeout" else (502, "worker_failed")
@@ -240,47 +251,61 @@ class Exchange:
     def _ask_another(self, connection: WorkerConnection, status: int) -> bool:
         """A worker answered that it cannot. True when somebody else is asked instead."""
         upstream = connection.upstream
-        self._desk.health.failed(upstream, f"it answered {status}")
+        self._blame(upstream, Failure("bad", f"it answered {status}"))
+        self._all_500 = self._all_500 and status == 500
         self.tried |= {upstream}
         self.num_attempts += 1
-        if status == 500:
-            self._blamed = [*(self._blamed or ()), upstream]
         if len(self._attempts) > 1:  # the other one may still answer
-            self._release(connection, completed=False)
+            self._release(connection, connection.touched, completed=False)
             return True
         other = self._desk.untried(self)
         if other is not None and self._may_retry():
-            self._release(connection, completed=False)
+            self._release(connection, connection.touched, completed=False)
             self.attempt(other)
             return True
-        if (
-            self._blamed is not None and len(self._blamed) > 1
-        ):  # several workers find it too hard: it is the request, and not they
+        if self._all_500 and len(self._blamed) > 1:  # too hard for several workers: it is the request, and not they
             for innocent in self._blamed:
                 self._desk.health.forgive(innocent)
         return False
+
+    def _blame(self, upstream: Upstream, failure: Failure) -> None:
+        """One request is held against a worker once, unless nobody is there: that is no matter of the request."""
+        if failure.kind == "refused":
+            self._desk.health.refused(upstream, failure.reason)
+        elif upstream not in self._blamed:
+            self._desk.health.failed(upstream, failure.reason)
+        self._blamed |= {upstream}
 
     def _has_hope(self, failure: Failure) -> bool:
         """Could asking again help? Who was silent or spoke nonsense is not asked twice; who broke off may be back."""
         return failure.kind not in ("timeout", "bad") or self._desk.untried(self) is not None
 
     def _may_retry(self, *, free: bool = False) -> bool:
-        """`free`: nothing reached the worker, so that nothing is spent on trying again."""
-        if not self._keepable or self.num_attempts >= self._desk.settings.max_attempts:
+        """`free`: nothing reached the worker, so that trying again costs nothing but time."""
+        settings = self._desk.settings
+        if not self._keepable or self.num_attempts >= settings.max_attempts:
             return False
-        if free or self._desk.budget.take():
+        if time.monotonic() - self.arrived < settings.wait_timeout_s if free else self._desk.budget.take():
             self._desk.stats.retries += 1
             return True
         return False
 
-    def _release(self, connection: WorkerConnection, *, completed: bool) -> None:
+    def _release(self, connection: WorkerConnection, now: float, *, completed: bool) -> None:
         self._attempts.remove(connection)
-        self._desk.fleet.end(connection.upstream, connection, self.cost, time.monotonic(), completed=completed)
+        self._desk.fleet.end(connection.upstream, connection, self.cost, now, completed=completed)
 
     def _cancel_attempts(self) -> None:
+        now = time.monotonic()
         for other in list(self._attempts):
-            self._release(other, completed=False)
+            self._release(other, now, completed=False)
             other.close()
+
+    def _cancel_slower_ones(self) -> None:
+        """Another worker's answer is there first. Who has finished nothing at all meanwhile may be dead."""
+        for other in self._attempts:
+            if other.upstream.last_success < other.started:
+                self._blame(other.upstream, Failure("timeout", "another worker, asked later, answered first"))
+        self._cancel_attempts()
 
     def _stop_keeping(self) -> None:
         """Too long to be kept for another try. It goes on as a stream, once somebody has it all so far."""

@@ -121,10 +121,12 @@ class Fleet:
         return (
             len(upstream.in_flight) < upstream.limit
             and (upstream.state is State.UP or upstream.state is State.TRIAL)
-            and not upstream.paused
-            and not upstream.draining
-            and upstream.expects(self.wanted_version)
+            and self.is_wanted(upstream)
         )
+
+    def is_wanted(self, upstream: Upstream) -> bool:
+        """Or it is kept from requests on purpose, and what it does meanwhile is no failure."""
+        return not upstream.paused and not upstream.draining and upstream.has_version(self.wanted_version)
 
     def refresh(self, upstream: Upstream) -> None:
         """Something about this worker has changed: let it in, or out."""
@@ -146,7 +148,7 @@ class Fleet:
             return "draining"
         if upstream.paused:
             return "paused"
-        if not upstream.expects(self.wanted_version):
+        if not upstream.has_version(self.wanted_version):
             return "stale"
         return upstream.state.value
 

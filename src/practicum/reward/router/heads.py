@@ -36,7 +36,12 @@ _HOST = re.compile(rb"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(:[0-9]*
 _NUMBER = re.compile(rb"[0-9]{1,20}(\.[0-9]{0,20})?([eE][+-]?[0-9]{1,3})?")
 _HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"upgrade"})
 # Named in a Connection header these are not taken out: without them the message would mean something else.
-_NEEDED = frozenset({b"host", b"content-length", b"transfer-encoding", b"content-type", b"authorization"})
+_NEEDED = frozenset({b"host", b"content-length", b"transfer-encoding", b"content-type", b"authorization", b"expect"})
+_READ = frozenset(
+    {b"host", b"content-length", b"transfer-encoding", b"expect", b"authorization", b"origin"}
+    | {COST_HEADER, PRIORITY_HEADER}
+    | _HOP_BY_HOP
+)
 
 
 _NO_TOKENS: Set[bytes] = frozenset()
@@ -64,6 +69,9 @@ class RequestHead(NamedTuple):
     priority: int
     cost: float | None
     session: bytes | None
+    host: bytes | None
+    origin: bytes | None  # the page that asked, if one did
+    http_1_0: bool
 
 
 class ResponseHead(NamedTuple):
@@ -83,9 +91,10 @@ class ResponseHead(NamedTuple):
 class _Fields:
     """What httptools calls back: keeps the few headers that matter here."""
 
-    __slots__ = ("_values", "complete", "num_bodies", "num_headers", "num_messages", "target")
+    __slots__ = ("_read", "_values", "complete", "num_bodies", "num_headers", "num_messages", "target")
 
-    def __init__(self) -> None:
+    def __init__(self, read: Set[bytes] = _READ) -> None:
+        self._read = read
         self._values: dict[bytes, list[bytes]] = {}
         self.target = b""
         self.num_headers = 0
@@ -101,7 +110,9 @@ class _Fields:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.num_headers += 1
-        self._values.setdefault(name.lower(), []).append(value.strip(b" \t"))
+        name = name.lower()
+        if name in self._read:
+            self._values.setdefault(name, []).append(value.strip(b" \t"))
 
     def on_headers_complete(self) -> None:
         self.complete = True
@@ -150,6 +161,7 @@ class Remembered(Generic[Head]):
 class RequestReader:
     def __init__(self, session_header: str) -> None:
         self._session_header = session_header.lower().encode()
+        self._read = _READ | {self._session_header}
 
     def __call__(self, raw: bytes) -> RequestHead:
         line = _first_line(raw)
@@ -160,7 +172,7 @@ class RequestReader:
             raise BadHead(400, "the request line is not METHOD TARGET VERSION")
         if line.startswith(b"CONNECT "):
             raise BadHead(501, "CONNECT is not supported")
-        fields = _Fields()
+        fields = _Fields(self._read)
         parser = httptools.HttpRequestParser(fields)
         _judge(parser, fields, raw)
         version = parser.get_http_version()
@@ -182,6 +194,9 @@ class RequestReader:
             priority=_priority(fields),
             cost=_cost(fields),
             session=fields.first(self._session_header),
+            host=fields.first(b"host"),
+            origin=fields.first(b"origin"),
+            http_1_0=version == "1.0",
         )
 
 

@@ -66,7 +66,7 @@ class Probe:
 
     def failed(self, connection: WorkerConnection, failure: Failure) -> None:
         # Many graders answer nothing else while they are at work. With requests in hand, only their being late counts.
-        busy = failure.kind == "timeout" and self._upstream.state is State.UP and self._upstream.in_flight
+        busy = failure.kind == "timeout" and self._upstream.in_flight
         self._done(self._upstream, None if busy else failure.reason)
 
     def writable(self, connection: WorkerConnection, can_write: bool) -> None:
@@ -104,7 +104,16 @@ class Health:
                 upstream.reason = ""
             self._fleet.refresh(upstream)
 
+    def refused(self, upstream: Upstream, reason: str) -> None:
+        """Nobody is there. Whoever comes back may be a new process, with weights that nobody knows."""
+        self.failed(upstream, reason)
+        if self._fleet.wanted_version is not None:
+            upstream.version = None
+            self._fleet.refresh(upstream)
+
     def failed(self, upstream: Upstream, reason: str) -> None:
+        if not self._fleet.is_wanted(upstream):
+            return
         upstream.num_failures += 1
         upstream.failures_in_row += 1
         if upstream.state is State.TRIAL or (
@@ -114,7 +123,6 @@ class Health:
 
     def forgive(self, upstream: Upstream) -> None:
         """A failure that was not its own."""
-        upstream.num_failures -= 1
         upstream.failures_in_row = max(0, upstream.failures_in_row - 1)
 
     # What time tells
@@ -156,6 +164,9 @@ class Health:
         now = time.monotonic()
         upstream.retry_at = now
         if upstream.draining:
+            upstream.retry_at = now + self._settings.probe_interval_s
+            for connection in list(upstream.idle):
+                connection.close()
             return
         if wrong is None:
             if upstream.state is State.STARTING:
@@ -168,7 +179,7 @@ class Health:
                 upstream.failures_in_row = 0
             self._fleet.refresh(upstream)
         elif upstream.state in (State.STARTING, State.EJECTED):
-            upstream.reason = wrong
+            upstream.state, upstream.reason = State.EJECTED, wrong
             upstream.retry_at = now + self._settings.retrial_s
         else:
             self.failed(upstream, wrong)
@@ -189,11 +200,14 @@ class Health:
     def _eject_slow_ones(self, now: float) -> None:
         """Slow is who has become slower than it was, by far more than the others have: not who always was, and not when
         all have more to do."""
-        slowdowns = {one: _slowdown(one, now) for one in self._fleet if one.state is State.UP}
-        if len(slowdowns) < 2 or len(slowdowns) - 1 < MIN_SHARE_LEFT * len(self._fleet):
+        up = [one for one in self._fleet if one.state is State.UP and self._fleet.is_wanted(one)]
+        suspects = {one: _slowdown(one, now) for one in up if one.in_flight}
+        worst, slowdown = max(suspects.items(), key=itemgetter(1), default=(None, 0.0))
+        if worst is None or slowdown < self._settings.slow_factor:
             return
-        worst, slowdown = max(slowdowns.items(), key=itemgetter(1))
-        if slowdown > self._settings.slow_factor * max(1.0, median(slowdowns.values())):
+        if len(up) < 2 or len(up) - 1 < MIN_SHARE_LEFT * len(self._fleet):
+            return
+        if slowdown > self._settings.slow_factor * max(1.0, median(_slowdown(one, now) for one in up)):
             self._eject(worst, f"{slowdown:.0f} times slower than usual")
             self._on_slow(worst)
 
@@ -214,7 +228,8 @@ class Health:
 
 
 def _slowdown(upstream: Upstream, now: float) -> float:
-    num, age = len(upstream.in_flight), 0.0
+    num, silent = len(upstream.in_flight), 0.0
     if num >= MIN_WAITING:
-        age = sum(now - connection.started for connection in upstream.in_flight) / upstream.backlog
-    return upstream.pace.slowdown(age)
+        oldest = next(iter(upstream.in_flight))
+        silent = (now - max(oldest.started, upstream.last_success)) * num / upstream.backlog
+    return upstream.pace.slowdown(num, silent)

@@ -6,7 +6,6 @@ import asyncio
 import os
 import socket
 import time
-from contextlib import suppress
 
 from practicum.errors import RouterError
 from practicum.reward.router.admin import Admin
@@ -25,7 +24,7 @@ class RouterServer:
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._servers: list[asyncio.Server] = []
-        self._ticking: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self.desk = Desk(settings)
         self.port = 0
         self.admin_port: int | None = None
@@ -49,7 +48,7 @@ class RouterServer:
             except RouterError:
                 await self._stop_listening()
                 raise
-        self._ticking = asyncio.get_running_loop().create_task(self._tick())
+        self._tick()
         await self._first_probes()
 
     async def stop(self) -> None:
@@ -61,17 +60,14 @@ class RouterServer:
             for client in list(self.desk.clients):
                 client.close_if_idle()
             await asyncio.sleep(TICK_S)
-        lingering_until = min(deadline, time.monotonic() + 1.0)
-        for client in list(self.desk.clients):
-            client.close_if_idle()
-        while self.desk.clients and time.monotonic() < lingering_until:  # last answers are still being sent
+        while self.desk.clients and time.monotonic() < deadline:  # last answers are still being sent
+            for client in list(self.desk.clients):
+                client.close_if_idle()
             await asyncio.sleep(TICK_S / 5)
         for client in list(self.desk.clients):
             client.close()
-        if self._ticking is not None:
-            self._ticking.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._ticking
+        if self._timer is not None:
+            self._timer.cancel()
         self.desk.health.stop()
         self.desk.fleet.close_connections()
         await asyncio.sleep(0)  # let the transports go
@@ -104,10 +100,10 @@ class RouterServer:
             server.close()
         self._servers.clear()
 
-    async def _tick(self) -> None:
-        while True:
-            self.desk.tick()
-            await asyncio.sleep(TICK_S)
+    def _tick(self) -> None:
+        # The next one is set first: should this one raise, the loop logs it and the clock goes on.
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        self.desk.tick()
 
 
 def _url(host: str, port: int) -> str:

@@ -48,7 +48,6 @@ class Upstream:
         "pace",
         "paused",
         "position",
-        "probing",
         "reason",
         "retry_at",
         "seconds",
@@ -78,7 +77,6 @@ class Upstream:
         self.failures_in_row = 0
         self.trials_failed = 0
         self.retry_at = 0.0
-        self.probing = False
         self.last_success = 0.0
         self.last_ejection = -math.inf
         self.num_requests = 0
@@ -96,6 +94,6 @@ class Upstream:
                 return index
         return None
 
-    def expects(self, wanted_version: int | None) -> bool:
+    def has_version(self, wanted_version: int | None) -> bool:
         """Are its weights as new as wanted?"""
         return wanted_version is None or (self.version is not None and self.version >= wanted_version)

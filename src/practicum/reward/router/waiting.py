@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from typing import Generic, TypeVar
 
 from practicum.reward.router.heads import NUM_PRIORITIES
@@ -13,7 +13,7 @@ T = TypeVar("T")
 class WaitingRoom(Generic[T]):
     def __init__(self, size: int) -> None:
         self._size = size
-        self._lines: list[deque[T]] = [deque() for _ in range(NUM_PRIORITIES)]  # by priority
+        self._lines: list[OrderedDict[T, None]] = [OrderedDict() for _ in range(NUM_PRIORITIES)]  # by priority
         self._num = 0
 
     def __len__(self) -> int:
@@ -25,24 +25,20 @@ class WaitingRoom(Generic[T]):
         if self._num >= self._size:
             for line in self._lines[:priority]:
                 if line:
-                    gone = line.pop()
-                    self._lines[priority].append(waiting)
+                    gone, _ = line.popitem()
+                    self._lines[priority][waiting] = None
                     return gone
             return waiting
-        self._lines[priority].append(waiting)
+        self._lines[priority][waiting] = None
         self._num += 1
         return None
 
     def first(self) -> T:
         """Whose turn it is. There must be somebody."""
-        return next(line for line in reversed(self._lines) if line)[0]
+        return next(iter(next(line for line in reversed(self._lines) if line)))
 
     def remove(self, waiting: T, priority: int) -> None:
-        line = self._lines[priority]
-        if line and line[0] is waiting:
-            line.popleft()
-        else:
-            line.remove(waiting)
+        del self._lines[priority][waiting]
         self._num -= 1
 
     def everyone(self) -> list[T]:

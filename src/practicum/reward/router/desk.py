@@ -112,7 +112,9 @@ class Desk:
         self.budget.earn()
         if status < 500:
             self.health.succeeded(upstream, now, latency_s, exchange.cost)
-        if status < 400:  # a worker that refuses quickly is no fast worker
+        if status >= 400:
+            upstream.pace.wasted()
+        else:
             self.costs.learn(exchange.kind, latency_s)
             self.fleet.average.learn(exchange.cost, latency_s)
             if self._latencies is not None:

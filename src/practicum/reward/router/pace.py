@@ -127,6 +127,12 @@ class Pace:
             self._tried, self._tried_before = num_before, self._tried
         self._compare(took, came_as)
 
+    def wasted(self) -> None:
+        """An answer was a refusal. It counts as an average request's time in which nothing was done: a worker that
+        refuses at once must not look like a fast one, and be sent everything."""
+        self._spent_s += self._average.latency_s
+        self._on_s += self._average.latency_s
+
     def tick(self, now: float, num_in_flight: int) -> None:
         latency_s = self._average.latency_s  # what is not in use is forgotten sooner: it may have changed unseen
         if not num_in_flight and self._done < 1e-6:  # nothing left to fade

@@ -21,7 +21,7 @@ def test_the_urgent_come_first_and_among_equals_the_first_to_come() -> None:
     waiting = [("b1", 5), ("c1", 0), ("a1", 9), ("b2", 5), ("a2", 9), ("c2", 0)]
     room = room_of(10, *waiting)
     served = []
-    while room:
+    while room.num:
         served.append(room.first())
         room.remove(served[-1], dict(waiting)[served[-1]])
     assert served == ["a1", "a2", "b1", "b2", "c1", "c2"]
@@ -32,7 +32,7 @@ def test_a_full_room_turns_away_the_newest_of_the_least_urgent() -> None:
     assert room.put("urgent", 7) == "low2"
     assert room.put("another", 7) == "low1"
     assert room.put("third", 7) == "mid"
-    assert len(room) == 4
+    assert room.num == 4
     assert sorted(room.everyone()) == ["another", "high", "third", "urgent"]
 
 
@@ -46,13 +46,13 @@ def test_a_full_room_turns_away_a_newcomer_who_is_not_more_urgent() -> None:
 def test_a_room_without_seats_turns_everybody_away() -> None:
     room = room_of(0)
     assert room.put("one", 9) == "one"
-    assert not room and room.everyone() == []
+    assert not room.num and room.everyone() == []
 
 
 def test_one_from_the_middle_may_go() -> None:
     room = room_of(5, ("one", 5), ("two", 5), ("three", 5), ("low", 0))
     room.remove("two", 5)
-    assert len(room) == 3 and room.first() == "one"
+    assert room.num == 3 and room.first() == "one"
     room.remove("one", 5)
     assert room.first() == "three"
     room.remove("three", 5)
@@ -83,7 +83,7 @@ def test_as_a_sorted_list_would_do_it(size: int, data: st.DataObject) -> None:
             model.sort()
             turned_away = room.put(number, priority)
             assert turned_away == (model.pop()[1] if len(model) > size else None)
-        assert len(room) == len(model)
+        assert room.num == len(model)
         assert sorted(room.everyone()) == sorted(number for _, number in model)
         if model:
             assert room.first() == model[0][1]

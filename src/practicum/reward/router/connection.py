@@ -229,7 +229,8 @@ class WorkerConnection(asyncio.Protocol):
         self._used = True
         assert self.transport is not None
         if clean and head.keep_alive and self.request_sent and self.can_write and not self.transport.is_closing():
-            self.pause(False)
+            if self.paused:
+                self.pause(False)
             self.upstream.idle.append(self)
         else:
             self.transport.close()

@@ -73,18 +73,18 @@ class Desk:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._room)
+        return self._room.num
 
     @property
     def num_under_way(self) -> int:
-        return self.fleet.num_in_flight + len(self._room)
+        return self.fleet.num_in_flight + self._room.num
 
     def connect(self, upstream: Upstream) -> WorkerConnection:
         return WorkerConnection(upstream, self._read_response)
 
     def dispatch(self, exchange: Exchange) -> None:
         """Send a request to a worker, or let it wait for one."""
-        upstream = None if self._room and exchange.waiting_since is None else self._choose(exchange)
+        upstream = None if self._room.num and exchange.waiting_since is None else self._choose(exchange)
         if upstream is not None:
             exchange.attempt(upstream)
         elif not len(self.fleet):
@@ -151,7 +151,7 @@ class Desk:
                 gone.give_up(503, "no_healthy_workers", self._why_nobody())
 
     def _serve_waiting(self) -> None:
-        while self._room:
+        while self._room.num:
             exchange = self._room.first()
             upstream = self._choose(exchange)
             if upstream is None:
@@ -160,7 +160,7 @@ class Desk:
             exchange.attempt(upstream)
 
     def _turn_away_late_ones(self, now: float) -> None:
-        if self._room:
+        if self._room.num:
             for exchange in self._room.everyone():
                 since = exchange.waiting_since
                 if since is not None and now - since + exchange.waited_s > self.settings.wait_timeout_s:

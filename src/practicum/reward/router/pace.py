@@ -25,11 +25,6 @@ import math
 WINDOW = 48
 # Average requests' worth of belief in the average worker.
 PRIOR = 2.0
-# What a request is taken to lose to those that run beside it, if they are as many as workers have on average: so many
-# times its cost. Between workers about as fast the emptier one wins, and a fast one is preferred, for a request of
-# unknown cost may be a long one. With a quarter of this, noise piles requests up. Makespans relative to the ideal, over
-# 400 simulations: 1.185 without hints and 1.054 with them at 1, 1.172 and 1.059 at 2, 1.172 and 1.067 at 4.
-CROWDING = 2.0
 # Requests must take this many times longer than alone before a limit is in sight.
 QUEUEING = 1.5
 _FADE = 1.0 - 1.0 / WINDOW
@@ -147,15 +142,6 @@ class Pace:
         self._on_s *= fade
         self._done *= fade
         self._set()
-
-    def finish_s(self, cost: float, num_in_flight: int, backlog: float, crowding: float) -> float:
-        """How long a new request of this cost should take, if `num_in_flight` of `backlog` cost in all are there, each
-        of which slows it by the share `crowding`."""
-        slots = self.slots
-        if num_in_flight < slots:
-            return self.pace * cost * (1.0 + crowding * num_in_flight)
-        wait = backlog / num_in_flight * (num_in_flight - slots + 1) / slots
-        return self.pace * (wait + cost * (1.0 + crowding * slots))
 
     @property
     def most_tried(self) -> int:

@@ -16,9 +16,14 @@ from hashlib import blake2b
 from typing import Protocol
 
 from practicum.reward.router.heads import RequestHead
-from practicum.reward.router.pace import CROWDING
 from practicum.reward.router.settings import RouterSettings
 from practicum.reward.router.upstream import Upstream
+
+# What a request is taken to lose to those that run beside it, if they are as many as workers have on average: so many
+# times its cost. Between workers about as fast the emptier one wins, and a fast one is preferred, for a request of
+# unknown cost may be a long one. With a quarter of this, noise piles requests up. Makespans relative to the ideal, over
+# 400 simulations: 1.185 without hints and 1.054 with them at 1, 1.172 and 1.059 at 2, 1.172 and 1.067 at 4.
+CROWDING = 2.0
 
 
 class Asked(Protocol):
@@ -129,7 +134,11 @@ class PowerOfTwo(Policy):
 
 
 class ExpectedFinish(Policy):
-    """The one that should be done with it first, by what it costs and how fast each worker has been."""
+    """The one that should be done with it first, by what it costs and how fast each worker has been.
+
+    With a free slot, that is its cost at the worker's pace; without, it waits first until enough of what is in flight
+    there is done. Those beside it slow it: each of them by `crowding`.
+    """
 
     NUM_COMPARED = 16
 
@@ -152,7 +161,13 @@ class ExpectedFinish(Policy):
         best, earliest, cost = None, math.inf, asked.cost
         crowding = CROWDING * num / (num + self.num_in_flight + 1)
         for upstream in compared:
-            finish_s = upstream.pace.finish_s(cost, len(upstream.in_flight), upstream.backlog, crowding)
+            pace, in_flight = upstream.pace, len(upstream.in_flight)
+            slots = pace.slots
+            if in_flight < slots:
+                finish_s = pace.pace * cost * (1.0 + crowding * in_flight)
+            else:
+                wait = upstream.backlog / in_flight * (in_flight - slots + 1) / slots
+                finish_s = pace.pace * (wait + cost * (1.0 + crowding * slots))
             if finish_s < earliest:
                 best, earliest = upstream, finish_s
         return best

@@ -14,15 +14,12 @@ class WaitingRoom(Generic[T]):
     def __init__(self, size: int) -> None:
         self._size = size
         self._lines: list[OrderedDict[T, None]] = [OrderedDict() for _ in range(NUM_PRIORITIES)]  # by priority
-        self._num = 0
-
-    def __len__(self) -> int:
-        return self._num
+        self.num = 0
 
     def put(self, waiting: T, priority: int) -> T | None:
         """Let it in. When the room is full, whoever must go for it is returned: the newest of the least urgent, which
         may be itself."""
-        if self._num >= self._size:
+        if self.num >= self._size:
             for line in self._lines[:priority]:
                 if line:
                     gone, _ = line.popitem()
@@ -30,7 +27,7 @@ class WaitingRoom(Generic[T]):
                     return gone
             return waiting
         self._lines[priority][waiting] = None
-        self._num += 1
+        self.num += 1
         return None
 
     def first(self) -> T:
@@ -39,7 +36,7 @@ class WaitingRoom(Generic[T]):
 
     def remove(self, waiting: T, priority: int) -> None:
         del self._lines[priority][waiting]
-        self._num -= 1
+        self.num -= 1
 
     def everyone(self) -> list[T]:
         return [waiting for line in self._lines for waiting in line]

@@ -8,8 +8,10 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
+
 import pytest
 
 from tests.reward.router.client import Client, request
@@ -21,8 +23,15 @@ BLOCK = bytes(range(256)) * 256  # 64 KiB
 NUM_BLOCKS = 1600  # 100 MiB
 SIZE = NUM_BLOCKS * len(BLOCK)
 
-# The kernel grows a socket's buffers up to some MiB, and there are two of them on either side of the router.
-MAX_UNDER_WAY = 24 * MIB
+
+def kernel_limit(name: str) -> int:
+    """Bytes up to which the kernel grows such a buffer of a socket."""
+    return int(Path(f"/proc/sys/net/ipv4/{name}").read_text().split()[2])
+
+
+# Beside the router's own half MiB: there is a sending and a receiving end on either side of it.
+MAX_UNDER_WAY = kernel_limit("tcp_rmem") + 2 * kernel_limit("tcp_wmem") + 2 * MIB
+assert MAX_UNDER_WAY < SIZE
 MAX_GROWTH = 64 * MIB
 SOCKET_BUFFER = 64 * 1024  # of the test's own ends
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import traceback
@@ -121,6 +122,7 @@ def router(
             "response_timeout_s": response_timeout,
             "hedge_quantile": hedge_quantile,
         }
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
         chosen = Router(**(settings | parse_settings(set_ or [])))
         chosen.run(lambda server: typer.echo(f"router ready at {server.url}"))
 

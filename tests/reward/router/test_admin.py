@@ -32,7 +32,8 @@ def message(response: Response) -> str:
 
 def test_health_says_how_many_are_ready(pair: Pair) -> None:
     response = call(pair.url, "GET", "/router/health")
-    assert (response.status, json.loads(response.data)) == (200, {"status": "ok", "workers": 1, "ready": 1})
+    told = json.loads(response.data)
+    assert (response.status, told["status"], told["workers"], told["ready"]) == (200, "ok", 1, 1)
 
 
 def test_health_is_503_when_nobody_is_ready(start_worker: StartWorker, start_router: StartRouter) -> None:
@@ -109,6 +110,12 @@ def test_a_bad_body_is_400_and_says_why(pair: Pair, fields: Any, told: str) -> N
     response = call(pair.url, "POST", "/router/workers", fields)
     assert response.status == 400 and told in message(response)
     assert len(worker_states(pair.url)) == 1
+
+
+@pytest.mark.parametrize("fields", [None, {}, {"url": "http://127.0.0.1:9"}])
+def test_a_version_that_is_not_named_changes_nothing(pair: Pair, fields: Any) -> None:
+    response = call(pair.url, "POST", "/router/version", fields)
+    assert response.status == 400 and "name the version" in message(response)
 
 
 def test_a_body_that_is_not_json_is_400(pair: Pair) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-
 import pytest
 
 from tests.reward.router.client import Client, request

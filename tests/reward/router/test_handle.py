@@ -45,3 +45,11 @@ def test_a_router_that_is_not_there_is_an_error() -> None:
         url = router.admin_url
     with pytest.raises(RouterError, match="does not answer"):
         RouterControl(url).workers()
+
+
+def test_an_address_that_is_no_control_plane_is_an_error(start_worker: Callable[..., FakeWorker]) -> None:
+    with (
+        Router([start_worker().url]).start() as router,
+        pytest.raises(RouterError, match="not a router's control plane"),
+    ):
+        RouterControl(router.url).workers()

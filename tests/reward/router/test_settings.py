@@ -137,7 +137,7 @@ def test_what_is_no_address_of_a_worker_is_refused(url: str, why: str) -> None:
 def test_settings_are_read_from_the_command_line_as_in_a_config() -> None:
     pairs = [
         "port=8000",
-        "token='123'",
+        "token=123",
         "hedge_quantile=null",
         "workers=[http://a:1, http://b:1]",
         "wait_timeout_s=1.5",

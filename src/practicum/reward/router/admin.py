@@ -87,7 +87,8 @@ class Admin:
         allowed = [known for known, known_path in self._calls if known_path == path]
         if allowed:
             raise Refused(405, "wrong_method", f"{self._prefix}{path} takes {', '.join(allowed)}.")
-        known = ", ".join(dict.fromkeys(f"{self._prefix}{path}" for _, path in self._calls))
+        paths = ["/health", "/metrics", *dict.fromkeys(path for _, path in self._calls)]
+        known = ", ".join(f"{self._prefix}{path}" for path in paths)
         raise Refused(404, "unknown_call", f"there is no {self._prefix}{path}; there are: {known}.")
 
     def _check_caller(self, head: RequestHead, peer: tuple[Any, ...] | None) -> None:
@@ -103,7 +104,15 @@ class Admin:
     def _health(self, close: bool) -> bytes:
         num_ready = len(self._desk.policy.ready)
         state = "draining" if self._desk.draining else "ok" if num_ready else "no worker is ready"
-        figures = {"status": state, "workers": len(self._desk.fleet), "ready": num_ready}
+        figures = {
+            "status": state,
+            "policy": self._desk.settings.policy,
+            "workers": len(self._desk.fleet),
+            "ready": num_ready,
+            "in_flight": self._desk.fleet.num_in_flight,
+            "waiting": self._desk.num_waiting,
+            "wanted_version": self._desk.fleet.wanted_version,
+        }
         return _json(200 if state == "ok" else 503, figures, close=close)
 
     def _list(self, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -142,6 +151,8 @@ class Admin:
 
     def _set_version(self, fields: Mapping[str, Any]) -> Any:
         """With a URL: what this worker has. Without: what is wanted; who has less gets nothing until it has it."""
+        if "version" not in fields:
+            raise Refused(400, "no_version", 'name the version: {"version": 7}, or null for none.')
         version = _version(fields)
         if "url" in fields:
             upstream = self._worker(fields)
@@ -163,7 +174,7 @@ class Admin:
         return {
             "url": upstream.url,
             "state": self._desk.fleet.status_of(upstream),
-            "reason": upstream.reason,
+            "reason": self._desk.fleet.why(upstream),
             "in_flight": len(upstream.in_flight),
             "limit": upstream.limit,
             "requests": upstream.num_requests,

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 # no worker waiting. Of a longer one, this much.
 GATHERED_BYTES = 64 * 1024
 MAX_ADMIN_BYTES = 64 * 1024
-# How long a client may be silent in the middle of a request, or not take its last answer; how long it may keep a
-# connection without asking anything; how long it is given to close a connection after the last answer.
-REQUEST_TIMEOUT_S = 60.0
+# How long a client may keep a connection without asking anything, and how long it is given to close one after the last
+# answer.
 IDLE_TIMEOUT_S = 600.0
 LINGER_S = 2.0
+_CODES = {408: "client_timeout", 413: "too_long", 431: "too_long", 501: "not_supported", 505: "not_supported"}
 
 
 class ClientConnection(asyncio.Protocol):
@@ -129,7 +129,10 @@ class ClientConnection(asyncio.Protocol):
             self._refuse_bytes(BadHead(431, f"the head is longer than {MAX_HEAD_BYTES} bytes"))
             return b""
         if end < 0:
-            self._buffer = data
+            if (not data[:1].isalpha() and data not in (b"", b"\r")) or data.count(b"\n") != data.count(b"\r\n"):
+                self._refuse_bytes(BadHead(400, "this is not HTTP/1.1 with lines that end with CR LF"))
+            else:
+                self._buffer = data
             return b""
         try:
             head = self._desk.read_request(data[: end + 4])
@@ -215,7 +218,8 @@ class ClientConnection(asyncio.Protocol):
                 self.cut()
                 return
         if not answered:  # a worker may have answered before the whole request had come
-            self.write(error_answer(error.status, "bad_request", f"{error.reason}.", close=True))
+            code = _CODES.get(error.status, "bad_request")
+            self.write(error_answer(error.status, code, f"{error.reason}.", close=True))
         self._hang_up()
 
     # From the exchange
@@ -255,13 +259,13 @@ class ClientConnection(asyncio.Protocol):
 
     def tick(self, now: float) -> None:
         """Close it when the client has been silent for too long."""
-        silent_s = now - self.touched
+        silent_s, timeout_s = now - self.touched, self._desk.settings.client_timeout_s
         if self._lingering:
-            if silent_s > (REQUEST_TIMEOUT_S if self._transport.get_write_buffer_size() else LINGER_S):
+            if silent_s > (timeout_s if self._transport.get_write_buffer_size() else LINGER_S):
                 self._transport.abort()
         elif (self._body is not None and self._reading) or (self._buffer and self._exchange is None):
-            if silent_s > REQUEST_TIMEOUT_S:
-                self._refuse_bytes(BadHead(408, f"nothing came for {REQUEST_TIMEOUT_S:g} s in the middle of a request"))
+            if silent_s > timeout_s:
+                self._refuse_bytes(BadHead(408, f"nothing came for {timeout_s:g} s in the middle of a request"))
         elif self._exchange is None and silent_s > IDLE_TIMEOUT_S:
             self._transport.close()
 

@@ -60,7 +60,7 @@ class Desk:
         self.budget = Budget(settings.retry_share)
         self.policy = POLICIES[settings.policy](settings)
         self.fleet = Fleet(self.policy, settings.max_in_flight, self._serve_waiting)
-        self.health = Health(settings, self.fleet, self.connect, self._ask_others_too)
+        self.health = Health(settings, self.fleet, self.connect)
         self.clients: set[ClientConnection] = set()
         self.read_request = Remembered(RequestReader(settings.session_header))
         self.draining = False
@@ -126,6 +126,8 @@ class Desk:
         for upstream in self.fleet.tick(now):
             for connection in list(upstream.in_flight):
                 self._check_silence(connection, now)
+            if upstream.is_late and upstream.in_flight:
+                self._ask_others_too(upstream)
         self.costs.tick()
         self.health.tick(now)
         if self._num_ticks % _LATE_TICKS == 0:
@@ -146,7 +148,7 @@ class Desk:
         if gone is not None:
             gone.waiting_since = None
             if any(upstream.state is not State.EJECTED for upstream in self.fleet):
-                gone.give_up(429, "queue_full", f"{self.settings.max_waiting} requests are waiting already")
+                gone.give_up(429, "queue_full", f"all workers are busy and {self._room.num} requests wait already")
             else:
                 gone.give_up(503, "no_healthy_workers", self._why_nobody())
 
@@ -169,10 +171,10 @@ class Desk:
                     exchange.give_up(503, "wait_timeout", f"{waited}; {self._why_nobody()}")
 
     def _why_nobody(self) -> str:
-        told = [
-            f"{upstream.url} is {self.fleet.status_of(upstream)}" + (f" ({upstream.reason})" if upstream.reason else "")
-            for upstream in self.fleet
-        ]
+        told = []
+        for upstream in self.fleet:
+            why = self.fleet.why(upstream)
+            told.append(f"{upstream.url} is {self.fleet.status_of(upstream)}" + (f" ({why})" if why else ""))
         more = f" and {len(told) - 8} more" if len(told) > 8 else ""
         return f"worker {', '.join(told[:8])}{more}"
 
@@ -213,7 +215,7 @@ class Desk:
     def _hedge(self, exchange: Exchange, upstream: Upstream) -> None:
         if exchange.can_be_hedged:
             others = [other for other in self.policy.ready if other is not upstream and other not in exchange.tried]
-            if others and self.budget.take():
+            if others and (upstream.is_late or self.budget.take()):
                 exchange.tried |= {upstream}
                 exchange.hedge(min(others, key=lambda other: len(other.in_flight)))
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from practicum.reward.router.connection import Failure, WorkerConnection
 from practicum.reward.router.heads import RequestHead, ResponseHead, with_close
-from practicum.reward.router.upstream import Upstream
+from practicum.reward.router.upstream import State, Upstream
 
 if TYPE_CHECKING:
     from practicum.reward.router.cost import Kind
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # A request is kept for another try up to this size; beyond it, what has been sent is gone.
 MAX_KEPT_BYTES = 1024 * 1024
+# A silent worker fails few requests, since each takes so long.
+_WEIGHT_OF_SILENCE = 4
 _NOBODY: Set[Upstream] = frozenset()
 RETRIED_STATUSES = frozenset({500, 502, 503, 504})
 
@@ -54,7 +56,6 @@ class Asker(Protocol):
 
 class Exchange:
     __slots__ = (
-        "_all_500",
         "_answer",
         "_asker",
         "_attempts",
@@ -93,7 +94,6 @@ class Exchange:
         self._attempts: list[WorkerConnection] = []
         self._answer: WorkerConnection | None = None  # the attempt whose answer is passed on
         self._blamed: Set[Upstream] = _NOBODY  # for this request
-        self._all_500 = True  # all of these for having answered so
         self._status = 0
         self._close = False
         self._kept = [data]
@@ -235,7 +235,7 @@ class Exchange:
             self._asker.cut()
         elif self._attempts:
             pass  # the other one may still answer
-        elif self._has_hope(failure) and self._may_retry(free=not reached):
+        elif self._has_hope(failure) and self._may_retry(upstream, reached=reached):
             self._desk.dispatch(self)
         else:
             status, code = (504, "timeout") if failure.kind == "timeout" else (502, "worker_failed")
@@ -252,20 +252,16 @@ class Exchange:
         """A worker answered that it cannot. True when somebody else is asked instead."""
         upstream = connection.upstream
         self._blame(upstream, Failure("bad", f"it answered {status}"))
-        self._all_500 = self._all_500 and status == 500
         self.tried |= {upstream}
         self.num_attempts += 1
         if len(self._attempts) > 1:  # the other one may still answer
             self._release(connection, connection.touched, completed=False)
             return True
         other = self._desk.untried(self)
-        if other is not None and self._may_retry():
+        if other is not None and self._may_retry(upstream):
             self._release(connection, connection.touched, completed=False)
             self.attempt(other)
             return True
-        if self._all_500 and len(self._blamed) > 1:  # too hard for several workers: it is the request, and not they
-            for innocent in self._blamed:
-                self._desk.health.forgive(innocent)
         return False
 
     def _blame(self, upstream: Upstream, failure: Failure) -> None:
@@ -273,22 +269,26 @@ class Exchange:
         if failure.kind == "refused":
             self._desk.health.refused(upstream, failure.reason)
         elif upstream not in self._blamed:
-            self._desk.health.failed(upstream, failure.reason)
+            weight = _WEIGHT_OF_SILENCE if failure.kind == "timeout" else 1
+            self._desk.health.failed(upstream, failure.reason, weight=weight)
         self._blamed |= {upstream}
 
     def _has_hope(self, failure: Failure) -> bool:
         """Could asking again help? Who was silent or spoke nonsense is not asked twice; who broke off may be back."""
         return failure.kind not in ("timeout", "bad") or self._desk.untried(self) is not None
 
-    def _may_retry(self, *, free: bool = False) -> bool:
-        """`free`: nothing reached the worker, so that trying again costs nothing but time."""
+    def _may_retry(self, upstream: Upstream, *, reached: bool = True) -> bool:
+        """Within the budget, unless the worker that failed is out: then all it had must go elsewhere, and nobody is
+        overloaded by trying. A request that never reached a worker costs nothing but time."""
         settings = self._desk.settings
         if not self._keepable or self.num_attempts >= settings.max_attempts:
             return False
-        if time.monotonic() - self.arrived < settings.wait_timeout_s if free else self._desk.budget.take():
-            self._desk.stats.retries += 1
-            return True
-        return False
+        if not reached:
+            allowed = time.monotonic() - self.arrived < settings.wait_timeout_s
+        else:
+            allowed = upstream.state is State.EJECTED or self._desk.budget.take()
+        self._desk.stats.retries += allowed
+        return allowed
 
     def _release(self, connection: WorkerConnection, now: float, *, completed: bool) -> None:
         self._attempts.remove(connection)

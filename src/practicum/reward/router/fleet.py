@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from practicum.reward.router.upstream import State, Upstream
 
 if TYPE_CHECKING:
     from practicum.reward.router.connection import WorkerConnection
+
+log = logging.getLogger("practicum.router")
 
 
 class Fleet:
@@ -46,6 +49,7 @@ class Fleet:
         if (host, port) in self._by_address:
             raise RouterError(f"worker {url} is here already.")
         upstream = Upstream(url, self.average, self.max_in_flight)
+        log.info("worker %s is added", upstream.url)
         self._by_address[host, port] = upstream
         return upstream
 
@@ -79,6 +83,7 @@ class Fleet:
     def remove(self, upstream: Upstream) -> None:
         """Take it out of the book. Requests it still has are finished all the same."""
         del self._by_address[upstream.address]
+        log.info("worker %s is removed", upstream.url)
         upstream.draining = True
         self.refresh(upstream)
         self.policy.forget(upstream)
@@ -151,6 +156,14 @@ class Fleet:
         if not upstream.has_version(self.wanted_version):
             return "stale"
         return upstream.state.value
+
+    def why(self, upstream: Upstream) -> str:
+        """What more there is to say about that."""
+        if not upstream.has_version(self.wanted_version):
+            return f"it has version {upstream.version}, {self.wanted_version} is wanted"
+        if not upstream.reason and len(upstream.in_flight) >= upstream.limit:
+            return f"full: {len(upstream.in_flight)} requests"
+        return upstream.reason
 
     def close_connections(self) -> None:
         for upstream in [*self, *self._leaving]:

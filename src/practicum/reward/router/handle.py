@@ -15,7 +15,7 @@ TIMEOUT_S = 10.0
 
 
 class RouterControl:
-    """The control plane from Python. Every call returns what the router answered, or raises a `RouterError`."""
+    """The control plane from Python, such as at http://127.0.0.1:9000/router. Calls that fail raise a `RouterError`."""
 
     def __init__(self, admin_url: str, token: str | None = None) -> None:
         self.admin_url = admin_url.rstrip("/")
@@ -57,7 +57,14 @@ class RouterControl:
         return self._ask("GET", "/metrics", None).decode()
 
     def _call(self, method: str, path: str, **fields: Any) -> Any:
-        return json.loads(self._ask(method, path, json.dumps(fields).encode() if fields else None))
+        data = self._ask(method, path, json.dumps(fields).encode() if fields else None)
+        try:
+            return json.loads(data)
+        except ValueError:
+            raise RouterError(
+                f"{self.admin_url} is not a router's control plane: that is at /router of its address, unless it has a "
+                "port of its own."
+            ) from None
 
     def _ask(self, method: str, path: str, body: bytes | None) -> bytes:
         parts = urlsplit(self.admin_url)
@@ -67,7 +74,7 @@ class RouterControl:
             connection.request(method, f"{parts.path}{path}", body, headers)
             reply = connection.getresponse()
             data = reply.read()
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise RouterError(f"the router at {self.admin_url} does not answer: {error}.") from None
         finally:
             connection.close()

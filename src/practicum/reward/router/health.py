@@ -11,6 +11,7 @@ the same rule, under any policy. Answers of 4xx are the client's affair, and a p
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from operator import itemgetter
@@ -21,6 +22,8 @@ from practicum.reward.router.fleet import Fleet
 from practicum.reward.router.heads import ResponseHead
 from practicum.reward.router.settings import RouterSettings
 from practicum.reward.router.upstream import State, Upstream
+
+log = logging.getLogger("practicum.router")
 
 # Requests at a time up to which a worker on trial has to work its way up, if the others have no more than half of it.
 MIN_TRIAL = 8
@@ -33,6 +36,10 @@ MIN_PATIENCE_S = 0.1
 # So many requests must be waiting for a worker before their age counts: a single one may just be a hard one.
 MIN_WAITING = 3
 _MAX_DOUBLINGS = 2
+# A worker that fails more than this share of its requests stands out. Where a third of the requests are at fault
+# themselves, hardly any worker gets there by chance.
+MAX_FAILING = 0.6
+_RATE = 1.0 / 16.0  # share of the latest request in that
 
 
 class Probe:
@@ -74,56 +81,55 @@ class Probe:
 
 
 class Health:
-    def __init__(
-        self,
-        settings: RouterSettings,
-        fleet: Fleet,
-        connect: Callable[[Upstream], WorkerConnection],
-        on_slow: Callable[[Upstream], None],
-    ) -> None:
+    def __init__(self, settings: RouterSettings, fleet: Fleet, connect: Callable[[Upstream], WorkerConnection]) -> None:
         self._settings = settings
         self._fleet = fleet
         self._connect = connect
-        self._on_slow = on_slow  # what such a worker has in hand may be needed sooner
         self._probes: dict[Upstream, WorkerConnection] = {}
 
     # What requests tell
 
     def succeeded(self, upstream: Upstream, now: float, latency_s: float, cost: float) -> None:
         upstream.failures_in_row = 0
+        upstream.failing -= upstream.failing * _RATE
         upstream.last_success = now
         if upstream.state is State.TRIAL:
             if latency_s > self._patience_s(upstream, cost):
-                self.failed(upstream, f"still slow: a request took {latency_s:.3g} s")
+                self._eject(upstream, f"still slow: a request took {latency_s:.3g} s", late=True)
                 return
             upstream.limit += 1
             average = self._fleet.num_in_flight / max(1, len(self._fleet))
             if upstream.limit > max(MIN_TRIAL, 2.0 * average):
-                upstream.limit = self._fleet.max_in_flight
-                upstream.state = State.UP
-                upstream.reason = ""
+                self._let_in(upstream)
             self._fleet.refresh(upstream)
 
     def refused(self, upstream: Upstream, reason: str) -> None:
         """Nobody is there. Whoever comes back may be a new process, with weights that nobody knows."""
-        self.failed(upstream, reason)
+        self.failed(upstream, reason, certain=True)
         if self._fleet.wanted_version is not None:
             upstream.version = None
             self._fleet.refresh(upstream)
 
-    def failed(self, upstream: Upstream, reason: str) -> None:
+    def failed(self, upstream: Upstream, reason: str, *, certain: bool = False, weight: int = 1) -> None:
+        """A request failed there. `certain`: it is the worker, whatever was asked of it. `weight`: failures it counts
+        for in its share of failures."""
         if not self._fleet.is_wanted(upstream):
             return
         upstream.num_failures += 1
         upstream.failures_in_row += 1
-        if upstream.state is State.TRIAL or (
+        upstream.failing = 1.0 - (1.0 - upstream.failing) * (1.0 - _RATE) ** weight
+        enough = upstream.state is State.TRIAL or (
             upstream.state is State.UP and upstream.failures_in_row >= self._settings.eject_after
-        ):
+        )
+        if enough and (certain or self._stands_out(upstream)):
             self._eject(upstream, reason)
 
-    def forgive(self, upstream: Upstream) -> None:
-        """A failure that was not its own."""
-        upstream.failures_in_row = max(0, upstream.failures_in_row - 1)
+    def _stands_out(self, upstream: Upstream) -> bool:
+        """Does it fail most of its requests, while others don't? If all do, it is the requests that are bad."""
+        if upstream.failing <= MAX_FAILING:
+            return False
+        others = [other.failing for other in self._fleet if other is not upstream and other.state is State.UP]
+        return upstream.failing > 2.0 * min(others, default=1.0)
 
     # What time tells
 
@@ -170,21 +176,28 @@ class Health:
             return
         if wrong is None:
             if upstream.state is State.STARTING:
-                upstream.state, upstream.reason = State.UP, ""
+                self._let_in(upstream)
             elif upstream.state is State.EJECTED:
                 upstream.state, upstream.limit = State.TRIAL, 1
-                upstream.failures_in_row = 0
+                upstream.failures_in_row, upstream.failing = 0, MAX_FAILING  # one more failure, and it is out again
+                upstream.is_late = False
                 upstream.pace.forget()
             elif upstream.state is State.UP and not upstream.in_flight:
                 upstream.failures_in_row = 0
             self._fleet.refresh(upstream)
         elif upstream.state in (State.STARTING, State.EJECTED):
+            if upstream.state is State.STARTING:
+                log.warning("worker %s is not there: %s", upstream.url, wrong)
             upstream.state, upstream.reason = State.EJECTED, wrong
             upstream.retry_at = now + self._settings.retrial_s
         else:
-            self.failed(upstream, wrong)
+            self.failed(upstream, wrong, certain=True)
 
-    def _eject(self, upstream: Upstream, reason: str) -> None:
+    def _let_in(self, upstream: Upstream) -> None:
+        upstream.state, upstream.limit, upstream.reason = State.UP, self._fleet.max_in_flight, ""
+        log.info("worker %s is up", upstream.url)
+
+    def _eject(self, upstream: Upstream, reason: str, *, late: bool = False) -> None:
         now = time.monotonic()
         if upstream.state is State.TRIAL or now - upstream.last_ejection < FORGIVEN_S:
             upstream.trials_failed = min(upstream.trials_failed + 1, _MAX_DOUBLINGS)
@@ -193,6 +206,8 @@ class Health:
         upstream.last_ejection = now
         upstream.state = State.EJECTED
         upstream.reason = reason
+        upstream.is_late = late
+        log.warning("worker %s is ejected: %s", upstream.url, reason)
         upstream.retry_at = now + self._settings.retrial_s * 2.0**upstream.trials_failed
         upstream.num_ejections += 1
         self._fleet.refresh(upstream)
@@ -208,8 +223,7 @@ class Health:
         if len(up) < 2 or len(up) - 1 < MIN_SHARE_LEFT * len(self._fleet):
             return
         if slowdown > self._settings.slow_factor * max(1.0, median(_slowdown(one, now) for one in up)):
-            self._eject(worst, f"{slowdown:.0f} times slower than usual")
-            self._on_slow(worst)
+            self._eject(worst, f"{slowdown:.0f} times slower than usual", late=True)
 
     def _eject_late_trials(self, now: float) -> None:
         for upstream in self._fleet:
@@ -217,8 +231,7 @@ class Health:
                 oldest, num = next(iter(upstream.in_flight)), len(upstream.in_flight)
                 waited_s = now - oldest.started
                 if waited_s > self._patience_s(upstream, upstream.backlog / num):
-                    self.failed(upstream, f"still slow: a request has waited for {waited_s:.3g} s")
-                    self._on_slow(upstream)
+                    self._eject(upstream, f"still slow: a request has waited for {waited_s:.3g} s", late=True)
 
     def _patience_s(self, upstream: Upstream, cost: float) -> float:
         """How long a worker on trial may take for a request."""

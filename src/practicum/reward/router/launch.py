@@ -37,6 +37,8 @@ class Router:
     """
 
     def __init__(self, workers: Sequence[str] = (), **settings: Any) -> None:
+        if isinstance(workers, str) or not isinstance(workers, Sequence):
+            raise RouterError(f"workers={workers!r}: give a list of URLs, one for each worker.")
         self.settings = RouterSettings.make(workers=tuple(workers), **settings)
 
     def run(self, on_ready: Callable[[RouterServer], None] = lambda server: None) -> None:
@@ -50,7 +52,8 @@ class Router:
         return RouterProcess(self.settings, timeout_s)
 
     def start_actor(self, pool: RayResourcePool | None = None) -> RouterHandle:
-        """On the first place of a pool, or on a node of Ray's choice."""
+        """On the first place of a pool, or on a node of Ray's choice. A loopback `host` becomes the node's address,
+        since callers come from other nodes."""
         from practicum.reward.router.actor import RouterOnRay
 
         return RouterOnRay(self.settings, pool)

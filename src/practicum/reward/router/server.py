@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import time
@@ -87,9 +88,11 @@ class RouterServer:
         except OSError as error:
             listener.close()
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-            raise RouterError(
-                f"cannot listen at {host} port {port}: {reason}. Choose another port, or 0 for a free one."
-            ) from None
+            mine = " by this router itself" if port and port == self.port else ""
+            advice = (
+                "Choose another port, or 0 for a free one" if error.errno == errno.EADDRINUSE else "Check host and port"
+            )
+            raise RouterError(f"cannot listen at {host} port {port}: {reason}{mine}. {advice}.") from None
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: ClientConnection(self.desk, admin), sock=listener, backlog=BACKLOG)
         self._servers.append(server)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,6 +13,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from practicum.errors import RouterError
+
+_HINTS = {
+    "probe_path": "must begin with / and have no spaces",
+    "session_header": "must be the name of a header",
+    "token": "must be visible ASCII characters without spaces",
+}
 
 
 class RouterSettings(BaseModel):
@@ -26,7 +34,7 @@ class RouterSettings(BaseModel):
     """The port to listen at; 0 takes a free one."""
     admin_port: int | None = Field(None, ge=0, le=65535)
     """A port of its own for the control plane. Without it the control plane is at /router of the same port."""
-    token: str | None = Field(None, min_length=1)
+    token: str | None = Field(None, pattern=r"^[!-~]+$")
     """What callers of the control plane must send as bearer token. Without one it serves this machine only."""
 
     max_in_flight: int = Field(256, ge=1)
@@ -38,7 +46,10 @@ class RouterSettings(BaseModel):
     connect_timeout_s: float = Field(2.0, gt=0)
     """How long a worker may take to accept a connection."""
     response_timeout_s: float = Field(600.0, gt=0)
-    """How long a worker may be silent while a request is with it: until its answer begins, and between its parts."""
+    """How long a worker may be silent while a request is with it, until its answer begins and between its parts; also
+    how long a client may take none of its answer."""
+    client_timeout_s: float = Field(60.0, gt=0)
+    """How long a client may be silent in the middle of a request."""
     drain_timeout_s: float = Field(30.0, gt=0)
     """How long a stopping router waits for requests that are under way."""
 
@@ -66,6 +77,13 @@ class RouterSettings(BaseModel):
     """Requests with the same value here go to the same worker (policy session)."""
     prefix_bytes: int = Field(256, ge=1)
     """Prompts that begin with the same bytes go to the same worker (policy prefix)."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switches(cls, value: Any) -> Any:
+        if isinstance(value, bool):  # pydantic would take it for 1 or 0
+            raise ValueError("is neither true nor false")
+        return value
 
     @field_validator("workers")
     @classmethod
@@ -96,7 +114,8 @@ class RouterSettings(BaseModel):
             if first["type"] == "extra_forbidden":
                 known = ", ".join(cls.model_fields)
                 raise RouterError(f"router setting {name!r} is not known; the settings are: {known}.") from None
-            what = first["msg"].removeprefix("Value error, ")
+            what = _HINTS.get(name, first["msg"]) if "pattern" in first["type"] else first["msg"]
+            what = what.removeprefix("Value error, ")
             given = "" if name == "token" else f"={first['input']!r}"
             raise RouterError(f"router setting {name}{given}: {what}.") from None
 
@@ -116,17 +135,23 @@ def worker_address(url: str) -> tuple[str, str, int]:
         )
     if port == 0:
         raise ValueError(f"worker {url!r} has no port that can be connected to")
-    assert parts.hostname is not None
-    return parts.scheme, parts.hostname, port or (443 if parts.scheme == "https" else 80)
+    host = parts.hostname or ""
+    with suppress(ValueError):
+        host = str(ip_address(host))  # one spelling for each
+    return parts.scheme, host, port or (443 if parts.scheme == "https" else 80)
 
 
 def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
-    """Settings from NAME=VALUE. Values are read as YAML, as in the config."""
+    """Settings from NAME=VALUE. Values of texts are taken as they are, others are read as YAML, as in the config."""
     values: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals:
             raise RouterError(f"--set {pair}: write NAME=VALUE.")
+        field = RouterSettings.model_fields.get(name)
+        if field is not None and field.annotation in (str, str | None):
+            values[name] = text
+            continue
         try:
             values[name] = yaml.safe_load(text)
         except yaml.YAMLError:

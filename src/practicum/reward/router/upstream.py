@@ -36,9 +36,11 @@ class Upstream:
         "address",
         "backlog",
         "draining",
+        "failing",
         "failures_in_row",
         "idle",
         "in_flight",
+        "is_late",
         "last_ejection",
         "last_success",
         "limit",
@@ -75,6 +77,8 @@ class Upstream:
         self.draining = False
         self.version: int | None = None
         self.failures_in_row = 0
+        self.failing = 0.0  # share of its requests, lately
+        self.is_late = False  # ejected for being slow: what it has in hand is wanted from others
         self.trials_failed = 0
         self.retry_at = 0.0
         self.last_success = 0.0

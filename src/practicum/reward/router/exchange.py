@@ -251,7 +251,8 @@ class Exchange:
     def _ask_another(self, connection: WorkerConnection, status: int) -> bool:
         """A worker answered that it cannot. True when somebody else is asked instead."""
         upstream = connection.upstream
-        self._blame(upstream, Failure("bad", f"it answered {status}"))
+        if status != 500 or not self._blamed:  # what is too hard for a second worker too is a bad request, if anything
+            self._blame(upstream, Failure("bad", f"it answered {status}"))
         self.tried |= {upstream}
         self.num_attempts += 1
         if len(self._attempts) > 1:  # the other one may still answer

@@ -31,7 +31,7 @@ class RouterSettings(BaseModel):
     host: str = "127.0.0.1"
     """The address to listen at; 0.0.0.0 for all of this machine's."""
     port: int = Field(0, ge=0, le=65535)
-    """The port to listen at; 0 takes a free one."""
+    """The port to listen at; 0 takes a free one. The command line's default is 8000."""
     admin_port: int | None = Field(None, ge=0, le=65535)
     """A port of its own for the control plane. Without it the control plane is at /router of the same port."""
     token: str | None = Field(None, pattern=r"^[!-~]+$")
@@ -56,7 +56,7 @@ class RouterSettings(BaseModel):
     max_attempts: int = Field(3, ge=1)
     """Workers that one request may be sent to. Refused connections don't count."""
     retry_share: float = Field(0.2, ge=0, le=1)
-    """Retries and hedges allowed, as a share of all requests (and 100 at once beyond that)."""
+    """Retries and hedges allowed, as a share of all requests (and 100 at once beyond that), unless the worker is out."""
     hedge_quantile: float | None = Field(None, gt=0, lt=1)
     """Send a request to a second worker when it takes longer than this share of requests do; the first answer wins."""
 
@@ -67,7 +67,7 @@ class RouterSettings(BaseModel):
     probe_timeout_s: float = Field(1.0, gt=0)
     """How long it may take to answer."""
     eject_after: int = Field(3, ge=1)
-    """Failures in a row after which a worker gets no more requests."""
+    """Failures in a row, at least, after which a worker may be put out."""
     slow_factor: float = Field(5.0, gt=1)
     """A worker that has become this many times slower than it was, and than the others have, gets none either."""
     retrial_s: float = Field(0.5, gt=0)

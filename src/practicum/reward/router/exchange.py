@@ -57,6 +57,7 @@ class Asker(Protocol):
 class Exchange:
     __slots__ = (
         "_answer",
+        "_answered_500",
         "_asker",
         "_attempts",
         "_blamed",
@@ -94,6 +95,7 @@ class Exchange:
         self._attempts: list[WorkerConnection] = []
         self._answer: WorkerConnection | None = None  # the attempt whose answer is passed on
         self._blamed: Set[Upstream] = _NOBODY  # for this request
+        self._answered_500: tuple[Upstream, ...] = ()
         self._status = 0
         self._close = False
         self._kept = [data]
@@ -251,8 +253,12 @@ class Exchange:
     def _ask_another(self, connection: WorkerConnection, status: int) -> bool:
         """A worker answered that it cannot. True when somebody else is asked instead."""
         upstream = connection.upstream
-        if status != 500 or not self._blamed:  # what is too hard for a second worker too is a bad request, if anything
+        if status != 500 or not self._answered_500:
             self._blame(upstream, Failure("bad", f"it answered {status}"))
+        elif len(self._answered_500) == 1:  # too hard for a second worker too: it is the request, and not they
+            self._desk.health.forgive(self._answered_500[0])
+        if status == 500:
+            self._answered_500 = (*self._answered_500, upstream)
         self.tried |= {upstream}
         self.num_attempts += 1
         if len(self._attempts) > 1:  # the other one may still answer

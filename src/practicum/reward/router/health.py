@@ -124,6 +124,11 @@ class Health:
         if enough and (certain or self._stands_out(upstream)):
             self._eject(upstream, reason)
 
+    def forgive(self, upstream: Upstream) -> None:
+        """Take back a failure that turned out not to be its own."""
+        upstream.failures_in_row = max(0, upstream.failures_in_row - 1)
+        upstream.failing = max(0.0, 1.0 - (1.0 - upstream.failing) / (1.0 - _RATE))
+
     def _stands_out(self, upstream: Upstream) -> bool:
         """Does it fail most of its requests, while others don't? If all do, it is the requests that are bad."""
         if upstream.failing <= MAX_FAILING:

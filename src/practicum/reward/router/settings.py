@@ -56,7 +56,7 @@ class RouterSettings(BaseModel):
     max_attempts: int = Field(3, ge=1)
     """Workers that one request may be sent to. Refused connections don't count."""
     retry_share: float = Field(0.2, ge=0, le=1)
-    """Retries and hedges allowed, as a share of all requests (and 100 at once beyond that), but for ejected workers'."""
+    """Retries and hedges allowed, as a share of all requests (and 100 at once beyond that), but for ejected ones."""
     hedge_quantile: float | None = Field(None, gt=0, lt=1)
     """Send a request to a second worker when it takes longer than this share of requests do; the first answer wins."""
 

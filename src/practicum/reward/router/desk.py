@@ -215,6 +215,8 @@ class Desk:
     def _hedge(self, exchange: Exchange, upstream: Upstream) -> None:
         if exchange.can_be_hedged:
             others = [other for other in self.policy.ready if other is not upstream and other not in exchange.tried]
+            if not upstream.is_late:  # a copy in a full queue would only make everybody wait
+                others = [other for other in others if len(other.in_flight) < other.pace.slots]
             if others and (upstream.is_late or self.budget.take()):
                 exchange.tried |= {upstream}
                 exchange.hedge(min(others, key=lambda other: len(other.in_flight)))

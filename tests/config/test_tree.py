@@ -109,7 +109,7 @@ def test_several_mistakes_are_reported_together() -> None:
         (["actor.micro_batch_tokens=700"], ["700", "512 + 256 = 768"]),
         (["controller.backend=local", "trainer.num_workers=2"], ["local", "num_workers=1"]),
         (["validation.every=5"], ["data.validation"]),
-        (["reward.function=f.py:g"], ["exactly one of reward.grader and reward.function"]),
+        (["reward.function=f.py:g"], ["exactly one of reward.grader, reward.function and reward.terms"]),
     ],
 )
 def test_rules_across_sections_show_the_numbers(overrides: list[str], parts: list[str]) -> None:
@@ -144,10 +144,38 @@ def test_the_tree_cannot_be_changed_after_loading() -> None:
 
 
 def test_every_key_is_read_somewhere() -> None:
-    source = Path(__file__).parents[1] / "src" / "practicum"
-    others = "\n".join(path.read_text() for path in source.rglob("*.py") if path.name != "config.py")
-    derived = (source / "config.py").read_text().split("def samples_per_step")[1]
-    sampling = (source / "config.py").read_text().split("def sampling")[1].split("class ")[0]
+    source = Path(__file__).parents[2] / "src" / "practicum"
+    others = "\n".join(path.read_text() for path in source.rglob("*.py") if path.parent.name != "config")
+    tree = (source / "config" / "tree.py").read_text()
+    derived = tree.split("def samples_per_step")[1]
+    sampling = tree.split("def sampling")[1].split("class ")[0]
+    terms = (source / "config" / "reward.py").read_text().split("def all_terms")[1]
     for key in known_keys():
         leaf = key.rpartition(".")[2]
-        assert f".{leaf}" in others + derived + sampling, f"nobody reads {key}"
+        assert f".{leaf}" in others + derived + sampling + terms, f"nobody reads {key}"
+
+
+def test_sections_within_sections_are_reached_by_overrides_and_named_in_errors() -> None:
+    overrides = ["reward.model.path=my model #2", "reward.limits.concurrency=3", "reward.cache.version=1e3"]
+    reward = Config.from_tree(MINIMAL, overrides).reward
+    assert reward.model is not None
+    assert (reward.model.path, reward.limits.concurrency, reward.cache.version) == ("my model #2", 3, "1e3")
+    assert "Did you mean 'reward.limits.concurrency'?" in message("reward.limits.concurency=3")
+    assert "reward.limits.concurrency = 0: should be greater than or equal to 1" in message(
+        "reward.limits.concurrency=0"
+    )
+    assert "reward.model.path is missing" in message("reward.model.dtype=bfloat16")
+    assert "reward.model.replicas" in message("reward.model.path=m", "reward.model.replicas=many")
+
+
+@pytest.mark.parametrize(
+    ("terms", "complaint"),
+    [
+        ("[{grader: exact}, {weight: 2}]", "reward.terms.1: set exactly one of grader and function"),
+        ("[{grader: exact, wieght: 2}]", "unknown key 'reward.terms.0.wieght'. Did you mean 'reward.terms.weight'?"),
+        ("[{grader: exact, weight: .nan}]", "reward.terms.0.weight"),
+        ("exact", "reward.terms = 'exact'"),
+    ],
+)
+def test_a_mistake_in_a_list_of_terms_is_named_by_its_place(terms: str, complaint: str) -> None:
+    assert complaint in message("reward.grader=null", f"reward.terms={terms}")

@@ -9,19 +9,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from practicum.config.base import Section
+from practicum.config.reward import RewardConfig
 from practicum.errors import ConfigError
 from practicum.types import SamplingParams
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
 
 class ModelConfig(Section):
@@ -80,23 +76,6 @@ class ValidationConfig(Section):
     """Answers to each held-out prompt; the accuracy is their mean score."""
     max_prompts: int | None = Field(default=None, ge=1)
     """Use only the first so many held-out prompts. None uses all."""
-
-
-class RewardConfig(Section):
-    grader: str | None = None
-    """A built-in grader. exact: the answer is the ground truth, white space around it apart."""
-    function: str | None = None
-    """A function of yours: path/to/file.py:name or package.module:name."""
-    timeout_s: float = Field(default=10.0, gt=0)
-    """A sample that takes longer to grade gets the status `timeout`."""
-    max_failure_share: float = Field(default=0.1, ge=0, lt=1)
-    """Samples that could not be graded are left out of the step; a larger share of them stops the run."""
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> Self:
-        if (self.grader is None) == (self.function is None):
-            raise ValueError("set exactly one of reward.grader and reward.function")
-        return self
 
 
 class ActorConfig(Section):
@@ -165,7 +144,7 @@ class Config(Section):
     data: DataConfig
     """What it practises on."""
     reward: RewardConfig
-    """How its answers are graded. Set exactly one of grader and function."""
+    """How its answers are graded. Set exactly one of grader, function and terms."""
     rollout: RolloutConfig = RolloutConfig()
     """How answers are written."""
     validation: ValidationConfig = ValidationConfig()
@@ -232,7 +211,8 @@ class Config(Section):
     def changes_from(self, other: Config) -> list[str]:
         """`key: old -> new` for every value that differs."""
         mine, theirs = _leaves(self.model_dump()), _leaves(other.model_dump())
-        return [f"{key}: {theirs[key]} -> {value}" for key, value in mine.items() if theirs[key] != value]
+        keys = [*mine, *(key for key in theirs if key not in mine)]
+        return [f"{key}: {theirs.get(key)} -> {mine.get(key)}" for key in keys if theirs.get(key) != mine.get(key)]
 
     def batch_algebra(self) -> str:
         """The numbers of one step, as a person would write them down."""
@@ -283,8 +263,17 @@ def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[st
     """Every dotted path of the tree, sections included."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from known_keys(field.annotation, f"{prefix}{name}.")
+        section = section_of(field.annotation)
+        if section is not None:
+            yield from known_keys(section, f"{prefix}{name}.")
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, also one that may be left out."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
 
 
 def _with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -314,14 +303,15 @@ def _is_text(key: str) -> bool:
         field = getattr(model, "model_fields", {}).get(part)
         if field is None:
             return False
-        model = field.annotation
+        model = section_of(field.annotation) or field.annotation
     return model in (str, str | None)
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        inner = isinstance(value, Mapping) and value
+        leaves |= _leaves(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
     return leaves
 
 
@@ -338,7 +328,8 @@ def _describe(error: ValidationError, source: str) -> str:
         elif detail["type"] == "missing":
             lines.append(f"{path} is missing and has no default.")
         elif detail["type"] == "value_error":
-            lines.append(f"{detail['ctx']['error']}.")
+            said = f"{detail['ctx']['error']}."
+            lines.append(said if path in said else f"{path}: {said}")
         else:
             allowed = detail["msg"].removeprefix("Input ").replace("Input ", "")
             lines.append(f"{path} = {detail['input']!r}: {allowed}.")

@@ -1,0 +1,37 @@
+"""The one config tree: a YAML file plus dotted `key=value` overrides."""
+
+from practicum.config.base import Section
+from practicum.config.reward import CacheConfig, LimitsConfig, RewardConfig, RewardModelConfig, TermConfig
+from practicum.config.tree import (
+    ActorConfig,
+    AlgorithmConfig,
+    Config,
+    ControllerConfig,
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    TrainerConfig,
+    ValidationConfig,
+    known_keys,
+    section_of,
+)
+
+__all__ = [
+    "ActorConfig",
+    "AlgorithmConfig",
+    "CacheConfig",
+    "Config",
+    "ControllerConfig",
+    "DataConfig",
+    "LimitsConfig",
+    "ModelConfig",
+    "RewardConfig",
+    "RewardModelConfig",
+    "RolloutConfig",
+    "Section",
+    "TermConfig",
+    "TrainerConfig",
+    "ValidationConfig",
+    "known_keys",
+    "section_of",
+]

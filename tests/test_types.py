@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from practicum import Message, Prompt, Sample, SamplingParams, Score
+from practicum.types import PackedSamples
+from tests.samples import make_sample as random_sample
 
 
 def make_sample(**changes: Any) -> Sample:
@@ -61,3 +66,38 @@ def test_a_failed_score_has_no_value() -> None:
 def test_sampling_parameters_out_of_range_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must"):
         SamplingParams(**{"max_new_tokens": 8, **changes})
+
+
+def same(one: Sample, other: Sample) -> bool:
+    arrays = ("prompt_ids", "token_ids", "log_probs", "loss_mask", "versions")
+    for name in arrays:
+        mine, theirs = getattr(one, name), getattr(other, name)
+        if mine.dtype != theirs.dtype or not np.array_equal(mine, theirs):
+            return False
+    return (one.prompt, one.text, one.finish_reason) == (other.prompt, other.text, other.finish_reason)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9), st.text(max_size=5)), min_size=1, max_size=8))
+def test_packed_samples_come_out_as_they_went_in(shapes: list[tuple[int, int, str]]) -> None:
+    samples = [random_sample(p, a, text=text, truth=text, seed=i) for i, (p, a, text) in enumerate(shapes)]
+    unpacked = pickle.loads(pickle.dumps(PackedSamples.of(samples))).unpack()
+    assert len(unpacked) == len(samples)
+    assert all(map(same, unpacked, samples))
+    # One that is left of many does not carry the others along.
+    assert len(pickle.dumps(unpacked[0])) <= len(pickle.dumps(samples[0])) + 100
+
+
+def test_answers_to_one_prompt_share_it_again_after_the_journey() -> None:
+    one, other = random_sample(text="a"), random_sample(text="b", seed=1)
+    samples = [one, make_sample(prompt=one.prompt), other]
+    unpacked = pickle.loads(pickle.dumps(PackedSamples.of(samples))).unpack()
+    assert unpacked[0].prompt is unpacked[1].prompt
+    assert [sample.prompt for sample in unpacked] == [sample.prompt for sample in samples]
+
+
+def test_whatever_travels_arrives_the_same() -> None:
+    chat = Prompt("c", messages=(Message("user", "hi"),), answer=[1], data_source="s", metadata={"level": 2})
+    assert pickle.loads(pickle.dumps(chat)) == chat
+    assert same(pickle.loads(pickle.dumps(make_sample(prompt=chat))), make_sample(prompt=chat))
+    for score in (Score(0.5, parts={"a": 1.0}), Score.failed("timeout", "late")):
+        assert pickle.loads(pickle.dumps(score)) == score

@@ -7,7 +7,7 @@ version of one token travel together in its sample, so nothing has to be paired 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -43,6 +43,10 @@ class Prompt:
             raise ValueError(f"prompt {self.id}: give either messages or text, not both and not neither")
         if not (self.messages or self.text):
             raise ValueError(f"prompt {self.id}: is empty")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Here and below: what dataclasses do for pickling takes several times as long, for thousands of them a step.
+        return Prompt, (self.id, self.messages, self.text, self.answer, self.data_source, self.metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +96,70 @@ class Sample:
         if len(self.prompt_ids) == 0 or length == 0:
             raise ValueError(f"sample of prompt {self.prompt.id}: has no prompt or no answer tokens")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        arrays = (self.prompt_ids, self.token_ids, self.log_probs, self.loss_mask, self.versions)
+        return Sample, (self.prompt, *arrays, self.text, self.finish_reason)
+
     @property
     def num_tokens(self) -> int:
         """Prompt and answer together."""
         return len(self.prompt_ids) + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSamples:
+    """Samples as they travel: hundreds of small arrays cost far more to send than a few long ones."""
+
+    prompts: list[tuple[Any, ...]]  # the fields of each
+    lengths: NDArray[np.int64]  # [2, samples], of prompts and answers
+    prompt_ids: NDArray[np.int32]  # those of all samples end to end, as are the others
+    token_ids: NDArray[np.int32]
+    log_probs: NDArray[np.float32]
+    loss_mask: NDArray[np.bool_]
+    versions: NDArray[np.int32]
+    texts: list[str]
+    finish_reasons: list[FinishReason]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> PackedSamples:
+        """Of at least one sample."""
+        return cls(
+            _fields_of([sample.prompt for sample in samples]),
+            np.array([[len(s.prompt_ids) for s in samples], [len(s.token_ids) for s in samples]]),
+            np.concatenate([sample.prompt_ids for sample in samples]),
+            np.concatenate([sample.token_ids for sample in samples]),
+            np.concatenate([sample.log_probs for sample in samples]),
+            np.concatenate([sample.loss_mask for sample in samples]),
+            np.concatenate([sample.versions for sample in samples]),
+            [sample.text for sample in samples],
+            [sample.finish_reason for sample in samples],
+        )
+
+    def unpack(self) -> list[Sample]:
+        """Their arrays are views."""
+        made: dict[int, Prompt] = {}  # the answers to one prompt share it again
+        prompts = [made.get(id(fields)) or made.setdefault(id(fields), Prompt(*fields)) for fields in self.prompts]
+        ends = np.cumsum(self.lengths, axis=1).tolist()
+        starts = [[0, *row[:-1]] for row in ends]
+        return [
+            Sample(
+                prompt=prompts[i],
+                prompt_ids=self.prompt_ids[starts[0][i] : ends[0][i]],
+                token_ids=self.token_ids[(answer := slice(starts[1][i], ends[1][i]))],
+                log_probs=self.log_probs[answer],
+                loss_mask=self.loss_mask[answer],
+                versions=self.versions[answer],
+                text=self.texts[i],
+                finish_reason=self.finish_reasons[i],
+            )
+            for i in range(len(prompts))
+        ]
+
+
+def _fields_of(prompts: Sequence[Prompt]) -> list[tuple[Any, ...]]:
+    """One and the same tuple for one and the same prompt: it is sent once."""
+    seen: dict[int, tuple[Any, ...]] = {}
+    return [seen.get(id(prompt)) or seen.setdefault(id(prompt), prompt.__reduce__()[1]) for prompt in prompts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +178,14 @@ class Score:
             raise ValueError(f"a score with status ok needs a finite value, not {self.value}")
         if self.status != "ok" and self.value is not None:
             raise ValueError(f"a score with status {self.status} has no value, not {self.value}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Score, (self.value, self.parts, self.status, self.reason)
+
+    @classmethod
+    def failed(cls, status: ScoreStatus, reason: str) -> Score:
+        """For a sample that could not be graded."""
+        return cls(None, status=status, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,193 @@
+"""One process of a pool: takes jobs from a socket, answers each with its result or what it raised.
+
+Before each step of a job its number is written into shared memory. When the process hangs or dies, that is how the pool
+knows which of its jobs did it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import resource
+import signal
+import socket
+import struct
+from collections.abc import Callable, Coroutine, Generator
+from mmap import mmap
+from typing import Any
+
+from practicum.reward.processes.wire import Unpacker, packed, receive
+from practicum.reward.processes.work import Limits
+
+NOBODY = 0
+_NUMBER = struct.Struct("q")
+_PAGE = os.sysconf("SC_PAGESIZE")
+# Beyond this share of its memory a process is replaced between two jobs, so that leaks never reach the limit.
+_WORN_SHARE = 0.5
+
+
+class Blackboard:
+    """A number that another process can read, whatever happens to this one."""
+
+    def __init__(self, fd: int) -> None:
+        self._memory = mmap(fd, _PAGE)
+
+    def write(self, number: int) -> None:
+        _NUMBER.pack_into(self._memory, 0, number)
+
+    def read(self) -> int:
+        number: int = _NUMBER.unpack_from(self._memory, 0)[0]
+        return number
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+def serve(connection: socket.socket, board: Blackboard, run: Callable[[Any], Any], limits: Limits) -> None:
+    """Until the pool closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends the pool
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    most = _data_bytes() + limits.memory_bytes
+    # Counts what is private and writable, touched or not, but no reserved address space: large libraries load.
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    worn = _resident_bytes() + int(_WORN_SHARE * limits.memory_bytes)
+    connection.sendall(packed((NOBODY, True, None, False)))  # here I am
+    if inspect.iscoroutinefunction(run):
+        asyncio.run(_AsyncChild(connection, board, run).serve())
+    else:
+        _one_by_one(connection, board, run, worn)
+
+
+def _one_by_one(connection: socket.socket, board: Blackboard, run: Callable[[Any], Any], worn: int) -> None:
+    unpacker = Unpacker()
+    while (messages := receive(connection, unpacker)) is not None:
+        for number, job in messages:
+            board.write(number)
+            reply = _outcome(number, lambda job=job: run(job))  # type: ignore[misc]
+            spent = _is_spent(reply) or _resident_bytes() > worn
+            connection.sendall(_sendable(reply, spent))
+            board.write(NOBODY)  # not before: if the job has closed the connection, that is its fault
+            if spent:
+                return
+
+
+def _outcome(number: int, call: Callable[[], Any]) -> tuple[int, bool, Any]:
+    try:
+        return number, True, call()
+    except BaseException as error:  # also SystemExit: it is this job's failure
+        return number, False, described(error)
+
+
+def _sendable(reply: tuple[int, bool | None, Any], is_spent: bool) -> bytes:
+    try:
+        return packed((*reply, is_spent))
+    except Exception as error:
+        return packed((reply[0], False, f"{described(error)} (its result cannot be sent)", is_spent))
+
+
+def described(error: BaseException) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _is_spent(reply: tuple[int, bool | None, Any]) -> bool:
+    """Whether it ran out of memory: what is left may be in pieces."""
+    return reply[1] is False and reply[2].split(":")[0].endswith("MemoryError")
+
+
+class _AsyncChild:
+    """Many jobs at once. A message with a job starts it, one with None for a job cancels it and is answered at once."""
+
+    def __init__(self, connection: socket.socket, board: Blackboard, run: Callable[[Any], Any]) -> None:
+        self._connection = connection
+        self._board = board
+        self._run = run
+        self._tasks: dict[int, asyncio.Task[Any]] = {}
+        self._unsent = bytearray()
+
+    async def serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._connection.setblocking(False)
+        unpacker = Unpacker()
+        while data := await loop.sock_recv(self._connection, 1 << 18):
+            for number, job in unpacker.feed(data):
+                if job is not None:
+                    self._start(number, job)
+                else:
+                    self._cancel(number)
+
+    def _start(self, number: int, job: Any) -> None:
+        task = asyncio.create_task(Watched(self._run(job), number, self._board))
+        self._tasks[number] = task
+        task.add_done_callback(lambda task: self._answer(number, task))
+
+    def _answer(self, number: int, task: asyncio.Task[Any]) -> None:
+        if self._tasks.pop(number, None) is None:
+            if not task.cancelled():
+                task.exception()  # cancelled, and something else came of it: nobody asks any more
+        elif task.cancelled():
+            self._send((number, False, "CancelledError"))
+        else:
+            self._send(_outcome(number, task.result))
+
+    def _cancel(self, number: int) -> None:
+        task = self._tasks.pop(number, None)
+        if task is not None:  # else its answer is on its way
+            task.cancel()
+            self._send((number, None, None))
+
+    def _send(self, reply: tuple[int, bool | None, Any]) -> None:
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)  # with whatever else is answered in this turn
+        self._unsent += _sendable(reply, _is_spent(reply))
+
+    def _flush(self) -> None:
+        """Answers are small and the pool always reads, so that waiting for room is rare and short."""
+        unsent, self._unsent = self._unsent, bytearray()
+        self._connection.setblocking(True)
+        try:
+            self._connection.sendall(unsent)
+        finally:
+            self._connection.setblocking(False)
+
+
+class Watched(Coroutine[Any, Any, Any]):
+    """A coroutine that says who it is before each of its steps, and that turns SystemExit into a plain failure."""
+
+    def __init__(self, inner: Coroutine[Any, Any, Any], number: int, board: Blackboard) -> None:
+        self._inner = inner
+        self._number = number
+        self._board = board
+
+    def send(self, value: Any) -> Any:
+        return self._step(self._inner.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._step(self._inner.throw, *error)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        raise AssertionError("is run as a task")
+
+    def _step(self, step: Callable[..., Any], *args: Any) -> Any:
+        self._board.write(self._number)
+        try:
+            return step(*args)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise RuntimeError(described(error)) from error
+        finally:
+            self._board.write(NOBODY)
+
+
+def _data_bytes() -> int:
+    """What RLIMIT_DATA counts: see Linux's mm/mmap.c."""
+    with open("/proc/self/status", "rb") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(b"VmData:"))
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * _PAGE

@@ -1,0 +1,190 @@
+"""Connections of the event loop to the fork server and to the processes it forks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from practicum.errors import RewardError
+from practicum.reward.processes.wire import Unpacker, packed
+from practicum.reward.processes.work import Limits, Work
+
+_STOP_S = 5.0
+_READ_BYTES = 1 << 18
+
+
+class Line:
+    """Messages both ways over a connected socket, without waiting for either side."""
+
+    def __init__(
+        self, connection: socket.socket, on_message: Callable[[Any], None], on_end: Callable[[], None]
+    ) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self._on_message = on_message
+        self._on_end = on_end
+        self._unpacker = Unpacker()
+        self._unsent = bytearray()
+        self._loop = asyncio.get_running_loop()
+        self._is_open = True
+        self._is_full = False
+        self._loop.add_reader(connection.fileno(), self._read)
+
+    def send(self, message: Any) -> None:
+        self.send_packed(packed(message))
+
+    def send_packed(self, message: bytes) -> None:
+        if not self._is_open:
+            return  # its end has been told
+        if not self._unsent:
+            self._loop.call_soon(self._write)  # with whatever else is sent in this turn of the loop
+        self._unsent += message
+
+    def send_with_fds(self, message: Any, fds: list[int]) -> None:
+        """For short messages to who reads at once: they are not kept."""
+        if self._is_open:
+            with suppress(BrokenPipeError, ConnectionResetError):  # it has ended: the reader will find out
+                socket.send_fds(self._connection, [packed(message)], fds)
+
+    def close(self) -> None:
+        """Without telling `on_end`."""
+        if self._is_open:
+            self._is_open = False
+            self._loop.remove_reader(self._connection.fileno())
+            self._loop.remove_writer(self._connection.fileno())
+            self._connection.close()
+
+    def drain(self) -> None:
+        """Hear now what has come already."""
+        while self._is_open and self._read():
+            pass
+
+    def _read(self) -> bool:
+        """Whether there may be more."""
+        try:
+            data = self._connection.recv(_READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            self._on_end()
+            return False
+        for message in self._unpacker.feed(data):
+            if self._is_open:
+                self._on_message(message)
+        return len(data) == _READ_BYTES
+
+    def _write(self) -> None:
+        if not self._is_open:
+            return
+        try:
+            sent = self._connection.send(self._unsent)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            sent = len(self._unsent)  # it has ended: the reader will find out
+        del self._unsent[:sent]
+        if self._unsent:
+            self._loop.add_writer(self._connection.fileno(), self._write)
+            self._is_full = True
+        elif self._is_full:
+            self._loop.remove_writer(self._connection.fileno())
+            self._is_full = False
+
+
+class ServerLink:
+    """Starts the fork server, asks it for processes and hears from it what became of them."""
+
+    def __init__(
+        self,
+        work: Work,
+        limits: Limits,
+        start_timeout_s: float,
+        on_message: Callable[[tuple[Any, ...]], None],
+        on_loss: Callable[[], None],
+    ) -> None:
+        self._pickled = pickle.dumps((work, limits))
+        self._start_timeout_s = start_timeout_s
+        self._on_message = on_message
+        self._on_loss = on_loss
+        self._line: Line | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._first_words: asyncio.Future[tuple[str, str]] | None = None
+        self.is_up = False
+
+    async def start(self) -> None:
+        """Raises RewardError if the server does not come up or the work cannot be made ready."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "practicum.reward.processes.server", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,  # a Ctrl-C at the terminal is for the driver
+            )
+        self._first_words = asyncio.get_running_loop().create_future()
+        self._line = Line(ours, self._hear, self._lost)
+        self._line.send((sys.path, os.getcwd(), self._pickled))
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                word, reason = await self._first_words
+        except TimeoutError:
+            word, reason = "late", f"they were not ready within {self._start_timeout_s:g} s"
+            self._process.kill()  # it would not hear that the connection is closed
+        if word != "ready":
+            await self.close()
+            raise RewardError(f"the grading processes cannot start: {reason}.")
+        self.is_up = True
+
+    def fork(self, connection: socket.socket, board_fd: int) -> None:
+        assert self._line is not None
+        self._line.send_with_fds(("fork",), [connection.fileno(), board_fd])
+
+    def kill(self, pid: int) -> None:
+        assert self._line is not None
+        self._line.send(("kill", pid))
+
+    async def close(self) -> None:
+        """The server ends all its processes, then itself."""
+        self.is_up = False
+        if self._line is not None:
+            self._line.close()
+        if self._process is not None:
+            await asyncio.get_running_loop().run_in_executor(None, _ended, self._process)
+
+    def _hear(self, message: tuple[Any, ...]) -> None:
+        assert self._first_words is not None
+        if message[0] in ("ready", "failed"):
+            if not self._first_words.done():
+                self._first_words.set_result((message[0], message[1]))
+        else:
+            self._on_message(message)
+
+    def _lost(self) -> None:
+        assert self._first_words is not None and self._process is not None
+        if not self.is_up:
+            if not self._first_words.done():
+                code = _ended(self._process)
+                self._first_words.set_result(("failed", f"the process that starts them ended with exit code {code}"))
+            return
+        self.is_up = False
+        _ended(self._process)
+        self._on_loss()
+
+
+def _ended(process: subprocess.Popen[bytes]) -> int:
+    try:
+        return process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()

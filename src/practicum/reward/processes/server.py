@@ -1,0 +1,186 @@
+"""The fork server: a small process without threads that makes the work ready once and forks a process when asked.
+
+Started as `python -m practicum.reward.processes.server FD`. What it is told: `("fork",)` with a socket and a piece of
+shared memory, `("kill", pid)`. What it tells: `("ready", "")` or `("failed", why)`, then `("forked", pid)` in the order
+of the requests, and `("ended", pid, status)`.
+
+A process is killed with everything it has started: its group, its descendants, and what was cut loose from it, which
+Linux hands to the server as the nearest reaper. All of it ends when the pool closes the connection, however that comes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import traceback
+import warnings
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import psutil
+
+from practicum.reward.processes.child import Blackboard, described, serve
+from practicum.reward.processes.wire import Unpacker, packed, receive
+from practicum.reward.processes.work import Limits, Work
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_MOST_FDS = 64
+
+
+class ForkServer:
+    def __init__(self, connection: socket.socket, work: Work, limits: Limits) -> None:
+        self._connection = connection
+        self._work = work
+        self._limits = limits
+        self._children: set[int] = set()
+        self._pid = os.getpid()
+
+    def run(self) -> None:
+        ring, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        unpacker = Unpacker()
+        try:
+            while True:
+                ready, _, _ = select.select([self._connection.fileno(), ring], [], [])
+                if ring in ready:
+                    os.read(ring, 4096)
+                    self._reap()
+                if self._connection.fileno() in ready:
+                    try:
+                        data, fds, _, _ = socket.recv_fds(self._connection, 1 << 16, _MOST_FDS)
+                    except ConnectionResetError:  # closed with something unread
+                        return
+                    if not data:
+                        return
+                    for message in unpacker.feed(data):
+                        if message[0] == "fork":
+                            self._fork(fds.pop(0), fds.pop(0))
+                        else:
+                            self._kill(message[1])
+        finally:
+            self._end_all()
+
+    def _tell(self, *message: Any) -> None:
+        self._connection.sendall(packed(message))
+
+    def _fork(self, connection_fd: int, board_fd: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the user's modules may have started threads: so be it
+            pid = os.fork()
+        if pid == 0:
+            self._be_child(connection_fd, board_fd)
+        os.close(connection_fd)
+        os.close(board_fd)
+        self._children.add(pid)
+        self._tell("forked", pid)
+
+    def _be_child(self, connection_fd: int, board_fd: int) -> NoReturn:
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != self._pid:
+                os._exit(code)  # the server died before that could be said
+            os.setsid()
+            self._connection.close()
+            serve(socket.socket(fileno=connection_fd), Blackboard(board_fd), self._work.run, self._limits)
+            code = 0
+        except (BrokenPipeError, ConnectionResetError):
+            code = 0  # the pool has gone
+        except MemoryError:
+            pass  # told by the exit code; there is no room for more
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    def _kill(self, pid: int) -> None:
+        if pid not in self._children:
+            return
+        with suppress(psutil.Error):
+            for descendant in psutil.Process(pid).children(recursive=True):
+                with suppress(psutil.Error):
+                    descendant.kill()
+        _kill_group(pid)
+        os.kill(pid, signal.SIGKILL)  # it may not have come to have a group of its own yet
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self._children:
+                self._children.discard(pid)
+                _kill_group(pid)  # what it had started and left in its group
+                self._end_strays()
+                with suppress(OSError):
+                    self._tell("ended", pid, status)
+
+    def _end_strays(self) -> None:
+        """Children that nobody here has forked: they were cut loose from a process that has ended."""
+        with suppress(psutil.Error):
+            for stray in psutil.Process().children():
+                if stray.pid not in self._children:
+                    with suppress(psutil.Error):
+                        stray.kill()
+
+    def _end_all(self) -> None:
+        while True:
+            with suppress(psutil.Error):
+                for descendant in psutil.Process().children(recursive=True):
+                    with suppress(psutil.Error):
+                        descendant.kill()
+            try:
+                os.waitpid(-1, 0)
+            except ChildProcessError:
+                return
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    messages = receive(connection, Unpacker())
+    if messages is None:
+        return
+    ((import_paths, folder, pickled),) = messages
+    sys.path[:] = import_paths
+    try:
+        os.chdir(folder)
+        work, limits = pickle.loads(pickled)  # only now: its classes may be found on those paths
+        work.prepare()
+    except BaseException as error:
+        connection.sendall(packed(("failed", described(error))))
+        return
+    gc.collect()
+    gc.freeze()  # so that collections in the processes do not touch, and copy, what they share
+    connection.sendall(packed(("ready", "")))
+    ForkServer(connection, work, limits).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The fork server by itself, spoken to over its socket."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from practicum.reward.processes.child import NOBODY
+from practicum.reward.processes.wire import Unpacker, packed, receive
+from practicum.reward.processes.work import Limits, Work
+from tests.reward.processes.works import CannotPrepare, Tricks
+
+
+class Server:
+    def __init__(self, work: Work) -> None:
+        self.connection, theirs = socket.socketpair()
+        self.connection.settimeout(20)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "practicum.reward.processes.server", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+            )
+        self._unpacker = Unpacker()
+        self._heard: list[Any] = []
+        pickled = pickle.dumps((work, Limits(128 << 20)))
+        self.connection.sendall(packed((sys.path, os.getcwd(), pickled)))
+
+    def hear(self) -> Any:
+        if not self._heard:
+            messages = receive(self.connection, self._unpacker)
+            assert messages is not None
+            self._heard = messages
+        return self._heard.pop(0)
+
+    def fork(self) -> tuple[socket.socket, int]:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(20)
+        board = os.memfd_create("board")
+        os.ftruncate(board, os.sysconf("SC_PAGESIZE"))
+        socket.send_fds(self.connection, [packed(("fork",))], [theirs.fileno(), board])
+        theirs.close()
+        os.close(board)
+        what, pid = self.hear()
+        assert what == "forked"
+        assert receive(ours, Unpacker()) == [(NOBODY, True, None, False)]  # it is up
+        return ours, pid
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server(Tricks())
+    try:
+        assert server.hear() == ("ready", "")
+        yield server
+    finally:
+        server.connection.close()
+        assert server.process.wait(10) == 0
+
+
+def test_processes_are_forked_with_the_work_made_ready(server: Server) -> None:
+    lines = [server.fork() for _ in range(3)]
+    assert len({pid for _, pid in lines}) == 3
+    for line, pid in lines:
+        line.sendall(packed((1, ("pid", None))))
+        assert receive(line, Unpacker()) == [(1, True, pid, False)]
+        line.close()
+    ended = [server.hear() for _ in lines]
+    assert {message[:2] for message in ended} == {("ended", pid) for _, pid in lines}
+    assert {message[2] for message in ended} == {0}
+
+
+def test_a_process_is_killed_when_asked_and_its_end_is_told(server: Server) -> None:
+    line, pid = server.fork()
+    line.sendall(packed((1, ("hang", None))))
+    server.connection.sendall(packed(("kill", 1)))  # somebody else's: it is left alone
+    server.connection.sendall(packed(("kill", pid)))
+    what, told, status = server.hear()
+    assert (what, told, os.WTERMSIG(status)) == ("ended", pid, signal.SIGKILL)
+    line.close()
+
+
+def test_all_ends_when_the_connection_does(server: Server) -> None:
+    lines = [server.fork() for _ in range(2)]
+    for line, _ in lines:
+        line.sendall(packed((1, ("hang", None))))
+    children = psutil.Process(server.process.pid).children()
+    server.connection.close()
+    assert not psutil.wait_procs(children, timeout=10)[1]
+    for line, _ in lines:
+        line.close()
+
+
+def test_children_do_not_outlive_a_killed_server() -> None:
+    server = Server(Tricks())
+    assert server.hear() == ("ready", "")
+    line, pid = server.fork()
+    line.sendall(packed((1, ("hang", None))))
+    child = psutil.Process(pid)
+    server.process.kill()
+    server.process.wait(10)
+    assert not psutil.wait_procs([child], timeout=10)[1]
+    line.close()
+    server.connection.close()
+
+
+def test_a_failure_to_get_ready_is_told() -> None:
+    server = Server(CannotPrepare())
+    assert server.hear() == ("failed", "FileNotFoundError: no such schema")
+    assert server.process.wait(10) == 0
+    server.connection.close()

@@ -1,0 +1,285 @@
+"""Code: runs the answer's program against tests, in a sandbox.
+
+The ground truth of a prompt is one of
+
+    ["assert add(1, 2) == 3", ...]                         tests, each run by itself; or one block of test code
+    {"tests": ..., "entry_points": ["sum"]}                the same, for functions named like one of Python's own
+    {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}     a program that reads standard input
+    {"inputs": [[1, 2], ...], "outputs": [3, ...], "fn_name": "add"}   a function, or a method of `Solution`
+
+as lists and dicts or as the JSON text of them. In a block of test code, functions called `test_...` are run.
+
+Code that does not compile, crashes, hangs or meets a limit has failed that test: that is the answer's own doing. A
+sandbox that cannot be started is `infra_error`, a ground truth that cannot be used is `invalid`.
+
+An answer cannot fake success. Expected outputs of programs and functions never enter the sandbox; they are compared
+outside. Tests of asserts run in another process than the answer, which sees neither the tests nor the verdict, so
+exiting early, printing "passed", patching built-ins or returning objects that equal everything do not help. The price:
+only plain data and handles cross over. An object of the answer's own class can be called, iterated, indexed and asked
+for attributes, and compared with another of its objects; compared, ordered, added or searched (`in`) against plain data
+it counts as different, unless it is a kind of list, dict, number or string. A test cannot subclass or catch the
+answer's classes. Not defended: a test that itself asks the answer for the verdict (`assert is_correct(3)`), answers
+that tell the tests by the arguments they get, and bugs of the interpreter.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import marshal
+import math
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from practicum.errors import RewardError
+from practicum.reward.graders.base import IsolatedGrader
+from practicum.reward.sandbox import Limits, Outcome, Sandbox
+from practicum.reward.sandbox import box as sandbox_box
+from practicum.types import Prompt, Sample, Score
+
+FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+RUN = "import marshal; exec(marshal.load(open({name!r}, 'rb')), globals()); main()"
+
+
+@dataclass(frozen=True, slots=True)
+class Tests:
+    """How to run the tests of a prompt: one run for each input, and what its outcome says."""
+
+    stdins: list[bytes]
+    harness: str | None  # None: the answer is a program of its own
+    passed: Callable[[int, Outcome], bool]
+
+
+class UnusableTest(ValueError):
+    pass
+
+
+class Code(IsolatedGrader):
+    """The share of tests that the answer's program passes, each run in a sandbox.
+
+    The ground truth is a list of asserts, a block of test code, or inputs with expected outputs. Logs as parts how many
+    tests `passed` and their `total`.
+    """
+
+    score: Literal["share", "all"] = "share"
+    """share: the part of the tests that pass. all: 1 if every test passes, else 0; stops at the first that fails."""
+    take: Literal["last_block", "text"] = "last_block"
+    """last_block: the last ``` block of the answer, or all of it where there is none. text: always all of it."""
+    tolerance: float = Field(default=0.0, ge=0)
+    """Numbers in outputs and results may differ from the expected ones by this, relative or absolute."""
+    total_s: float = Field(default=5.0, gt=0)
+    """Seconds for all tests of an answer; those not begun by then have failed."""
+    limits: Limits = Limits()
+    """Limits of each test."""
+    packages: bool = False
+    """Lets answers import the packages installed here (NumPy and so on), read-only."""
+    trusted: bool = False
+    """Runs answers WITHOUT isolation where the machine offers none. Only for code you would run yourself."""
+
+    def check(self, prompt: Prompt) -> None:
+        read_tests(prompt.answer, self.tolerance)
+
+    def longest_s(self) -> float:
+        return self.total_s + self.limits.wall_s
+
+    def prepare(self) -> None:
+        _ = self.sandbox
+
+    @cached_property
+    def sandbox(self) -> Sandbox:
+        return Sandbox(self.limits, packages=self.packages, trusted=self.trusted)
+
+    def grade(self, sample: Sample) -> Score:
+        try:
+            tests = read_tests(sample.prompt.answer, self.tolerance)
+        except ValueError as error:
+            return Score.failed("invalid", f"prompt {sample.prompt.id}: {error}")
+        source = sample.text if self.take == "text" else last_block(sample.text)
+        try:
+            passed = sum(self.results(source, tests))
+        except UnusableTest as error:
+            return Score.failed("invalid", f"prompt {sample.prompt.id}: {error}")
+        except RewardError as error:
+            return Score.failed("infra_error", str(error))
+        total = len(tests.stdins)
+        value = passed / total if self.score == "share" else float(passed == total)
+        return Score(value, parts={"passed": float(passed), "total": float(total)})
+
+    def results(self, source: str, tests: Tests) -> Iterator[bool]:
+        """Whether each test passed, up to the first that did not where that settles the score."""
+        files: dict[str, str | bytes] = {"answer.py": source.encode(errors="replace")}
+        argv = ["answer.py"]
+        if tests.harness is not None:
+            files[tests.harness] = harness_code(tests.harness)
+            argv = ["-c", RUN.format(name=tests.harness)]
+        deadline = time.monotonic() + self.total_s
+        with contextlib.closing(self.sandbox.run_each(files, argv, tests.stdins)) as outcomes:
+            for index, outcome in enumerate(outcomes):
+                passed = tests.passed(index, outcome)
+                yield passed
+                if (self.score == "all" and not passed) or time.monotonic() >= deadline:
+                    return
+
+
+@cache
+def harness_code(name: str) -> bytes:
+    path = Path(sandbox_box.__file__).with_name(f"{name}.py")
+    return marshal.dumps(compile(path.read_text(), path.name, "exec"))
+
+
+def last_block(text: str) -> str:
+    """The last fenced block; one that the answer left open reaches to its end."""
+    blocks = FENCE.findall(text)
+    return str(blocks[-1]) if blocks else text
+
+
+def read_tests(truth: Any, tolerance: float) -> Tests:
+    """ValueError, in words for whoever wrote the data, when the ground truth is none of the known forms."""
+    if isinstance(truth, str) and truth.lstrip()[:1] in ("[", "{"):
+        with contextlib.suppress(json.JSONDecodeError):
+            truth = json.loads(truth)
+    if isinstance(truth, dict) and "inputs" in truth:
+        return read_cases(truth, tolerance)
+    entry_points: Any = []
+    if isinstance(truth, dict) and "tests" in truth:
+        truth, entry_points = truth["tests"], truth.get("entry_points", [])
+        if not isinstance(entry_points, list) or not all(isinstance(name, str) for name in entry_points):
+            raise ValueError("entry_points must be a list of names")
+    blocks = [truth] if isinstance(truth, str) else truth
+    if not isinstance(blocks, list) or not blocks or not all(isinstance(block, str) for block in blocks):
+        raise ValueError(
+            "the ground truth of a code prompt must be test code, a list of asserts, or a dict with inputs and outputs"
+            f" (and fn_name), not {describe(truth)}"
+        )
+    for index, block in enumerate(blocks):
+        check_block(index, block)
+    requests = [{"test": block, "entry_points": entry_points} for block in blocks]
+    return Tests([json.dumps(request).encode() for request in requests], "judge", judged)
+
+
+def describe(truth: Any) -> str:
+    if isinstance(truth, dict):
+        return f"a dict with {', '.join(map(str, truth)) or 'nothing'}"
+    return "an empty list" if truth == [] else "nothing" if truth is None else f"{type(truth).__name__} {truth!r:.80}"
+
+
+def check_block(index: int, block: str) -> None:
+    try:
+        tree = ast.parse(block)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"test {index} is no Python: {error}") from None
+    if not tree.body:
+        raise ValueError(f"test {index} is empty")
+
+
+def judged(index: int, outcome: Outcome) -> bool:
+    try:
+        verdict, *why = json.loads(outcome.stdout) if outcome.succeeded else ["failed"]
+    except ValueError:
+        return False
+    if verdict == "unusable":
+        raise UnusableTest(f"test {index} cannot be run apart from the answer: {why[0]}")
+    return bool(verdict == "passed")
+
+
+def read_cases(truth: dict[str, Any], tolerance: float) -> Tests:
+    inputs, outputs, name = truth["inputs"], truth.get("outputs"), truth.get("fn_name")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
+        raise ValueError("inputs and outputs must be lists of the same length, with at least one test")
+    if name is None:
+        stdins = [as_text("inputs", index, item).encode() for index, item in enumerate(inputs)]
+        expected = [as_text("outputs", index, item) for index, item in enumerate(outputs)]
+        return Tests(stdins, None, lambda index, outcome: printed(outcome, expected[index], tolerance))
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"fn_name must be the name of a function, not {name!r}")
+    calls = [{"fn_name": name, "arguments": as_arguments(index, item)} for index, item in enumerate(inputs)]
+    results = [from_json(item) for item in outputs]
+    stdins = [json.dumps(call).encode() for call in calls]
+    return Tests(stdins, "caller", lambda index, outcome: returned(outcome, results[index], tolerance))
+
+
+def as_text(key: str, index: int, item: Any) -> str:
+    if isinstance(item, list) and all(isinstance(line, str) for line in item):
+        return "\n".join(item)
+    if not isinstance(item, str):
+        raise ValueError(f"{key}[{index}] must be text or a list of lines (for a function's arguments, give fn_name)")
+    return item
+
+
+def as_arguments(index: int, item: Any) -> list[Any]:
+    """A list of arguments, or text with the JSON of one argument on each line."""
+    if isinstance(item, list):
+        return item
+    try:
+        return [json.loads(line) for line in item.splitlines() if line.strip()]
+    except (AttributeError, ValueError):
+        raise ValueError(f"inputs[{index}] must be a list of arguments, or text with JSON on each line") from None
+
+
+def from_json(item: Any) -> Any:
+    if isinstance(item, str):
+        with contextlib.suppress(ValueError):
+            return json.loads(item)
+    return item
+
+
+def printed(outcome: Outcome, expected: str, tolerance: float) -> bool:
+    """White space at the end of lines and of the output does not count."""
+    if not outcome.succeeded:
+        return False
+    lines, wanted = (
+        [line.rstrip() for line in text.rstrip().splitlines()]
+        for text in (outcome.stdout.decode(errors="replace"), expected)
+    )
+    if lines == wanted:
+        return True
+    return tolerance > 0 and len(lines) == len(wanted) and all(map(tokens_near(tolerance), lines, wanted))
+
+
+def tokens_near(tolerance: float) -> Callable[[str, str], bool]:
+    def near(line: str, wanted: str) -> bool:
+        pairs = list(zip(line.split(), wanted.split(), strict=False))
+        return len(line.split()) == len(wanted.split()) and all(word_near(*pair, tolerance) for pair in pairs)
+
+    return near
+
+
+def word_near(word: str, wanted: str, tolerance: float) -> bool:
+    try:
+        return word == wanted or same(float(word), float(wanted), tolerance)
+    except ValueError:
+        return False
+
+
+def returned(outcome: Outcome, expected: Any, tolerance: float) -> bool:
+    """Data sets of this form wrap some results in a list of one; both are taken."""
+    if not outcome.succeeded:
+        return False
+    try:
+        result = json.loads(outcome.stdout)
+    except (ValueError, RecursionError):
+        return False
+    wrapped = isinstance(expected, list) and len(expected) == 1 and same(result, expected[0], tolerance)
+    return wrapped or same(result, expected, tolerance)
+
+
+def same(result: Any, expected: Any, tolerance: float) -> bool:
+    if isinstance(result, list) and isinstance(expected, list):
+        return len(result) == len(expected) and all(
+            same(*pair, tolerance) for pair in zip(result, expected, strict=True)
+        )
+    if isinstance(result, dict) and isinstance(expected, dict):
+        return result.keys() == expected.keys() and all(same(result[key], expected[key], tolerance) for key in result)
+    if isinstance(result, float | int) and isinstance(expected, float | int):
+        return result == expected or (
+            tolerance > 0 and math.isclose(result, expected, rel_tol=tolerance, abs_tol=tolerance)
+        )
+    return bool(result == expected)

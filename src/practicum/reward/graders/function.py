@@ -1,0 +1,195 @@
+"""Reward functions of the user: found, checked, and called the way their signature asks for.
+
+    def grade(sample: Sample) -> Score | float            one sample, in a process that can be killed
+    async def grade(sample: Sample) -> Score | float      one sample, many at once in one such process
+    def grade(samples: list[Sample]) -> list[...]         several at once (also async)
+    def compute_score(data_source, solution_str, ground_truth, extra_info)      as written for verl (also async)
+
+The file is loaded once in a small process from which the others are forked: it must not use a GPU while it is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_origin
+
+from pydantic import Field
+
+from practicum.errors import RewardError
+from practicum.reward.graders.base import Grader
+from practicum.reward.values import score_of
+from practicum.types import Sample, Score
+
+_VERL = {"data_source", "solution_str", "ground_truth", "extra_info"}
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """A user's function and what its signature says of how to call it."""
+
+    name: str
+    function: Callable[..., Any]
+    is_async: bool
+    takes_list: bool
+    by_field: bool  # takes the fields of a sample under verl's names
+
+    def call(self, given: Sample | list[Sample]) -> Any:
+        """What the function returns: a value, as many values as samples, or a coroutine of either."""
+        if self.by_field:
+            assert isinstance(given, Sample)
+            return self.function(**_fields(given))
+        return self.function(given)
+
+
+class UserFunction(Grader):
+    function: str = Field(min_length=1)
+    """path/to/file.py:name or package.module:name."""
+
+    def prepare(self) -> None:
+        self.loaded()
+
+    def loaded(self) -> RewardFunction:
+        return load_function(self.function)
+
+    def source(self) -> str:
+        """Tells one state of the function's file from another."""
+        function = inspect.unwrap(self.loaded().function)
+        if isinstance(function, functools.partial):
+            function = function.func
+        try:
+            file = inspect.getsourcefile(function if inspect.isroutine(function) else type(function))
+        except TypeError:  # written in C: it comes with a version of Python or of a package
+            return ""
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
+
+    def grade(self, sample: Sample) -> Score:
+        return score_of(self.loaded().call(sample))
+
+    def grade_list(self, samples: list[Sample]) -> list[Score]:
+        return self._scores(self.loaded().call(samples), len(samples))
+
+    async def grade_async(self, sample: Sample) -> Score:
+        return score_of(await self.loaded().call(sample))
+
+    async def grade_list_async(self, samples: list[Sample]) -> list[Score]:
+        return self._scores(await self.loaded().call(samples), len(samples))
+
+    def _scores(self, values: Any, expected: int) -> list[Score]:
+        """One unusable value costs its own sample, a wrong number of them all."""
+        values = list(values)
+        if len(values) != expected:
+            raise ValueError(f"returned {len(values)} scores for {expected} samples")
+        return [_score_or_failure(value) for value in values]
+
+
+def _score_or_failure(value: Any) -> Score:
+    try:
+        return score_of(value)
+    except ValueError as error:
+        return Score.failed("invalid", f"returned what is no score: {error}")
+
+
+@functools.lru_cache(maxsize=64)
+def load_function(spec: str) -> RewardFunction:
+    """Find `path/to/file.py:name` or `package.module:name`, and check that it can be called with a sample."""
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise RewardError(f"reward.function={spec!r}: write path/to/file.py:function or package.module:function.")
+    module = _from_file(place, spec) if place.endswith(".py") else _from_import(place, spec)
+    function = getattr(module, name, None)
+    if not callable(function):
+        defined = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
+        raise RewardError(
+            f"reward.function={spec!r}: {place} has no function {name!r}; it defines {', '.join(defined) or 'none'}."
+        )
+    return _checked(spec, function)
+
+
+def _from_file(place: str, spec: str) -> ModuleType:
+    path = Path(place).resolve()
+    if not path.is_file():
+        raise RewardError(f"reward.function={spec!r}: file {place} does not exist (looked from {Path.cwd()}).")
+    _make_importable(path.parent)
+    module_name = f"practicum_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    found = importlib.util.spec_from_file_location(module_name, path)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[module_name] = module
+    try:
+        found.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[module_name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise RewardError(f"reward.function={spec!r}: {place} raised {type(error).__name__}: {error}") from error
+    return module
+
+
+def _from_import(place: str, spec: str) -> ModuleType:
+    _make_importable(Path.cwd())
+    try:
+        return importlib.import_module(place)
+    except Exception as error:
+        raise RewardError(f"reward.function={spec!r}: import raised {type(error).__name__}: {error}") from error
+
+
+def _make_importable(folder: Path) -> None:
+    """A reward file may import its neighbours, as it could if it were run."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _checked(spec: str, function: Callable[..., Any]) -> RewardFunction:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        raise RewardError(f"reward.function={spec!r} does not say what it takes: write a Python function.") from None
+    by_field = _VERL & set(signature.parameters) >= {"solution_str", "ground_truth"}
+    try:
+        if by_field:
+            signature.bind(**dict.fromkeys(_VERL))
+        else:
+            signature.bind(object())
+    except TypeError as error:
+        raise RewardError(
+            f"reward.function={spec!r} has the signature {signature} and cannot be called with one sample ({error}): "
+            "write def grade(sample), def grade(samples: list[Sample]), or verl's "
+            "def compute_score(data_source, solution_str, ground_truth, extra_info)."
+        ) from None
+    annotation = next(iter(signature.parameters.values())).annotation
+    called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
+    return RewardFunction(
+        name=spec,
+        function=function,
+        is_async=inspect.iscoroutinefunction(inspect.unwrap(called)),
+        takes_list=not by_field and _is_list(annotation),
+        by_field=by_field,
+    )
+
+
+def _is_list(annotation: Any) -> bool:
+    if isinstance(annotation, str):  # under `from __future__ import annotations`
+        return annotation.split("[")[0].rpartition(".")[2] in ("list", "List", "Sequence")
+    return annotation is list or get_origin(annotation) in (list, Sequence)
+
+
+def _fields(sample: Sample) -> dict[str, Any]:
+    prompt = sample.prompt
+    extra_info = prompt.metadata.get("extra_info", prompt.metadata)  # a column of that name, as verl's files have it
+    return {
+        "data_source": prompt.data_source,
+        "solution_str": sample.text,
+        "ground_truth": prompt.answer,
+        "extra_info": dict(extra_info) if isinstance(extra_info, Mapping) else extra_info,
+    }

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import time
+from typing import Any
+
+import pytest
+
+from practicum.errors import RewardError
+from practicum.reward.graders.code import Code, last_block
+from practicum.reward.sandbox import Limits, isolation_problem
+from practicum.types import Prompt, Sample, Score
+from tests.samples import make_sample
+
+isolated = pytest.mark.skipif(isolation_problem() is not None, reason=f"no isolation here: {isolation_problem()}")
+
+ASSERTS = ["assert add(1, 2) == 3", "assert add(0, 0) == 0", "assert add('a', 'b') == 'ab'"]
+RIGHT = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
+SUMS: dict[str, Any] = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
+CALLS: dict[str, Any] = {"inputs": [[1, 2], "3\n4"], "outputs": [3, [7]], "fn_name": "add"}
+
+
+def sample_of(text: str, truth: Any) -> Sample:
+    sample = make_sample(text=text)
+    return dataclasses.replace(sample, prompt=dataclasses.replace(sample.prompt, answer=truth))
+
+
+def grade(text: str, truth: Any, **options: Any) -> Score:
+    return Code(**options).grade(sample_of(text, truth))
+
+
+@isolated
+@pytest.mark.parametrize(
+    ("text", "truth", "value"),
+    [
+        (RIGHT, ASSERTS, 1.0),
+        (RIGHT, json.dumps(ASSERTS), 1.0),
+        (RIGHT, "\n".join(ASSERTS), 1.0),
+        (RIGHT, {"tests": ASSERTS}, 1.0),
+        ("def sum(a, b): return a + b", {"tests": ["assert sum(1, 2) == 3"], "entry_points": ["sum"]}, 1.0),
+        ("def add(a, b): return 3", ASSERTS, 1 / 3),
+        ("def add(a, b):\n    while a: pass\n    return a + b", ASSERTS, 1 / 3),
+        ("no code at all", ASSERTS, 0.0),
+        ("a, b = map(int, input().split())\nprint(a + b, '')", SUMS, 1.0),
+        ("print(3)", SUMS, 0.5),
+        ("import os\nos.kill(os.getpid(), 11)", SUMS, 0.0),
+        ("x = [0] * 10**9\nprint(3)", SUMS, 0.0),
+        (RIGHT, CALLS, 1.0),
+        ("class Solution:\n    def add(self, a, b): return a + b", CALLS, 1.0),
+        ("def add(a, b): return 7", CALLS, 0.5),
+    ],
+)
+def test_the_score_is_the_share_of_tests_that_pass(text: str, truth: Any, value: float) -> None:
+    score = grade(text, truth, limits={"wall_s": 2, "cpu_s": 1})
+    assert score.status == "ok" and score.value == pytest.approx(value), score
+    assert score.parts["passed"] == pytest.approx(value * score.parts["total"])
+
+
+@isolated
+def test_all_or_nothing_stops_at_the_first_failure() -> None:
+    began = time.monotonic()
+    slow = {"inputs": ["1"] * 50, "outputs": ["1"] * 50}
+    score = grade("import time\ntime.sleep(60)", slow, score="all", limits={"wall_s": 0.5})
+    assert score.value == 0.0 and time.monotonic() - began < 10
+    assert grade(RIGHT, ASSERTS, score="all").value == 1.0
+    assert grade("def add(a, b): return 3", ASSERTS, score="all").value == 0.0
+
+
+@isolated
+def test_all_tests_together_have_a_time_limit() -> None:
+    began = time.monotonic()
+    slow = {"inputs": ["1"] * 50, "outputs": ["1"] * 50}
+    score = grade("import time\ntime.sleep(60)", slow, limits={"wall_s": 0.5}, total_s=1)
+    assert score.value == 0.0 and score.parts["total"] == 50 and time.monotonic() - began < 10
+
+
+@isolated
+def test_numbers_may_be_near() -> None:
+    truth = {"inputs": [""], "outputs": ["x 0.333333"]}
+    assert grade("print('x', 1 / 3)", truth).value == 0.0
+    assert grade("print('x', 1 / 3)", truth, tolerance=1e-5).value == 1.0
+    assert grade("print('y', 1 / 3)", truth, tolerance=1e-5).value == 0.0
+    call = {"inputs": [[]], "outputs": [[0.1, {"k": 0.2}]], "fn_name": "f"}
+    assert grade("def f(): return [0.1000001, {'k': 0.2}]", call).value == 0.0
+    assert grade("def f(): return [0.1000001, {'k': 0.2}]", call, tolerance=1e-5).value == 1.0
+
+
+@isolated
+def test_packages_can_be_let_in() -> None:
+    text = "import numpy\nprint(numpy.arange(4).sum())"
+    truth = {"inputs": [""], "outputs": ["6"]}
+    assert grade(text, truth).value == 0.0
+    assert grade(text, truth, packages=True).value == 1.0
+
+
+FAKES = [
+    "import os; print('3'); os._exit(0)",
+    "import os\nfor root, _, names in os.walk('/box'):\n    for name in names: print(open(f'{root}/{name}').read())",
+    "import sys\nfor module in list(sys.modules.values()): print(getattr(module, 'expected', ''))",
+    "class A(str):\n    def __eq__(self, other): return True\nprint(A('7'))",
+]
+
+
+@isolated
+@pytest.mark.parametrize("text", FAKES)
+def test_expected_outputs_are_not_there_to_be_found(text: str) -> None:
+    value = grade(text, {"inputs": ["", ""], "outputs": ["expected-one", "expected-two"]}).value
+    assert value == 0.0
+
+
+@isolated
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os; os.write(1, b'3'); os._exit(1)",
+        "class Any:\n    def __eq__(self, other): return True\ndef add(a, b): return Any()",
+        "import json\njson.dumps = lambda *a, **k: '3 or 7'\ndef add(a, b): return 0",
+        "import sys\ndef add(a, b): return sys._getframe(1).f_locals.get('expected', 0)",
+    ],
+)
+def test_results_of_functions_are_compared_outside(text: str) -> None:
+    assert grade(text, {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}).value == 0.0
+
+
+def test_last_block() -> None:
+    assert last_block("x\n```python\na = 1\n```\ny\n```\nb = 2\n```\nz") == "b = 2\n"
+    assert last_block("```py\ncut off = 1") == "cut off = 1"
+    assert last_block("no block") == "no block"
+
+
+@isolated
+def test_the_whole_text_can_be_taken() -> None:
+    text = "x = '''\n```python\nprint(1)\n```\n'''\nprint(2)"
+    assert grade(text, {"inputs": [""], "outputs": ["1"]}).value == 1.0
+    assert grade(text, {"inputs": [""], "outputs": ["2"]}, take="text").value == 1.0
+
+
+BAD = [
+    (None, "not nothing"),
+    (5, "not int 5"),
+    ([], "not an empty list"),
+    ({}, "a dict with nothing"),
+    ({"answer": 1}, "a dict with answer"),
+    (["assert f("], "test 0 is no Python"),
+    (["assert f()", "# none"], "test 1 is empty"),
+    ({"tests": ["assert f()"], "entry_points": "f"}, "entry_points must be a list"),
+    ({"inputs": ["1"]}, "inputs and outputs must be lists of the same length"),
+    ({"inputs": ["1"], "outputs": []}, "inputs and outputs must be lists of the same length"),
+    ({"inputs": [], "outputs": []}, "at least one test"),
+    ({"inputs": [[1, 2]], "outputs": ["3"]}, r"inputs\[0\] must be text"),
+    ({"inputs": ["1"], "outputs": [3]}, r"outputs\[0\] must be text"),
+    ({"inputs": ["x y"], "outputs": [3], "fn_name": "f"}, r"inputs\[0\] must be a list of arguments"),
+    ({"inputs": [[1]], "outputs": [3], "fn_name": "a b"}, "fn_name must be the name"),
+]
+
+
+@pytest.mark.parametrize(("truth", "why"), BAD, ids=str)
+def test_a_ground_truth_that_cannot_be_used_is_refused(truth: Any, why: str) -> None:
+    prompt = Prompt("p", text="?", answer=truth)
+    with pytest.raises(ValueError, match=why):
+        Code().check(prompt)
+    score = grade(RIGHT, truth)
+    assert score.status == "invalid" and score.value is None and "prompt-0" in score.reason
+
+
+@isolated
+def test_a_test_that_cannot_be_run_apart_is_invalid_not_zero() -> None:
+    score = grade("def f(x): return 1", ["import io\nassert f(io.StringIO()) == 1"])
+    assert score.status == "invalid" and "test 0 cannot be run apart" in score.reason
+
+
+def test_without_isolation_it_says_so_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("practicum.reward.sandbox.box.isolation_problem", lambda: "no namespaces")
+    with pytest.raises(RewardError, match="no namespaces"):
+        Code().prepare()
+    assert grade(RIGHT, ASSERTS).status == "infra_error"
+    assert grade(RIGHT, CALLS, trusted=True).value == 1.0
+
+
+def test_it_can_travel_to_a_worker_after_use() -> None:
+    grader = Code(trusted=True, limits=Limits(wall_s=5))
+    grader.prepare()
+    again = pickle.loads(pickle.dumps(grader))
+    assert again.limits.wall_s == 5 and again.grade(sample_of(RIGHT, CALLS)).value == 1.0
+
+
+def test_good_ground_truths_are_accepted() -> None:
+    for truth in (ASSERTS, "assert True", SUMS, CALLS, json.dumps(SUMS), {"inputs": [["1", "2"]], "outputs": ["3"]}):
+        Code().check(Prompt("p", text="?", answer=truth))

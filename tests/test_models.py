@@ -3,13 +3,24 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from practicum import Message, Prompt
 from practicum.errors import DataError, ModelError
-from practicum.models import encode_prompts, load_config, load_model, load_tokenizer, resolve_device
+from practicum.models import (
+    count_weights,
+    encode_prompts,
+    load_classifier,
+    load_classifier_config,
+    load_config,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+)
+from tests.reward.serving.models import save_classifier
 
 
 def test_a_folder_loads_model_and_tokenizer(tiny_model: Path) -> None:
@@ -51,6 +62,54 @@ def test_weights_that_are_not_there_are_not_made_up(tiny_model: Path, tmp_path: 
     save_file({k: v for k, v in tensors.items() if k != gone}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"1 of its weights are not in its files .* the first is .*q_proj"):
         load_model(str(tmp_path))
+
+
+def test_a_classifier_has_one_output(tmp_path: Path) -> None:
+    folder = str(save_classifier(tmp_path))
+    model = load_classifier(folder)
+    assert model(input_ids=torch.arange(2, 10)[None]).logits.shape == (1, 1)
+    assert count_weights(load_classifier_config(folder), classifier=True) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_labels": 3}, r"classifies into 3 labels .* a reward is one number"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            r"no sequence classifier: .* says LlamaForCausalLM, .* head is missing",
+        ),
+        ({"model_type": "clvp"}, r"'clvp', which transformers has no sequence classifier for"),
+    ],
+)
+def test_what_is_no_classifier_is_told_by_its_config(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    config = {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"], "num_labels": 1} | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message):
+        load_classifier_config(str(tmp_path))
+
+
+def test_a_causal_model_is_not_given_a_random_head(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["architectures"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_labels": 1}))
+    with pytest.raises(ModelError, match=r"would be random, the first is score\.weight"):
+        load_classifier(str(tmp_path))
+
+
+def test_weights_are_counted_without_loading_them(tiny_model: Path) -> None:
+    expected = sum(parameter.numel() for parameter in load_model(str(tiny_model)).parameters())
+    assert count_weights(load_config(str(tiny_model)), classifier=False) == expected
+
+
+def test_a_model_that_only_reads_needs_no_end_of_text(tiny_model: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_model))
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="no end-of-text token"):
+        load_tokenizer(str(tmp_path))
+    assert load_tokenizer(str(tmp_path), for_writing=False).eos_token is None
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])

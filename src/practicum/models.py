@@ -48,6 +48,29 @@ def load_config(path: str) -> Any:
     return config
 
 
+def load_classifier_config(path: str) -> Any:
+    """The transformers config of a sequence classifier with one output, which a reward is."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = _loaded("config.json", path, lambda: AutoConfig.from_pretrained(path))
+    if type(config) not in AutoModelForSequenceClassification._model_mapping:
+        raise ModelError(
+            f"model {path!r} is of type {config.model_type!r}, which transformers has no sequence classifier for."
+        )
+    named = config.architectures or []
+    if named and not any(name.endswith("ForSequenceClassification") for name in named):
+        raise ModelError(
+            f"model {path!r} is no sequence classifier: its config.json says {', '.join(named)}, so a classification "
+            "head is missing. A causal model can judge in words instead: kind=generative."
+        )
+    if config.num_labels != 1:
+        raise ModelError(
+            f"model {path!r} classifies into {config.num_labels} labels (num_labels or id2label in its config.json); "
+            "a reward is one number, so it needs exactly 1."
+        )
+    return config
+
+
 def load_model(path: str, dtype: torch.dtype = torch.float32) -> Any:
     """A causal language model with its weights, on the CPU, without dropout.
 
@@ -56,14 +79,33 @@ def load_model(path: str, dtype: torch.dtype = torch.float32) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    config = load_config(path)
+    return _with_weights(AutoModelForCausalLM, path, load_config(path), dtype)
+
+
+def load_classifier(path: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A sequence classifier with one output, on the CPU, without dropout."""
+    from transformers import AutoModelForSequenceClassification
+
+    return _with_weights(AutoModelForSequenceClassification, path, load_classifier_config(path), dtype)
+
+
+def count_weights(config: Any, *, classifier: bool) -> int:
+    """Parameters of the model a config describes. Nothing is loaded or allocated."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    kind = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in kind.from_config(config).parameters())
+
+
+def _with_weights(kind: Any, path: str, config: Any, dtype: torch.dtype) -> Any:
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         _switch_off_dropout(part)
     _no_progress_bars()
     model, found = _loaded(
         "weights",
         path,
-        lambda: AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True),
+        lambda: kind.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True),
     )
     if found["missing_keys"]:
         missing = sorted(found["missing_keys"])
@@ -93,8 +135,8 @@ def _no_progress_bars() -> None:
     logging.disable_progress_bar()
 
 
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer that belongs to a model, ready to pad."""
+def load_tokenizer(path: str, *, for_writing: bool = True) -> Any:
+    """The tokenizer that belongs to a model, ready to pad. A model that only reads needs no end-of-text token."""
     from transformers import AutoTokenizer
 
     folder = Path(path)
@@ -104,7 +146,7 @@ def load_tokenizer(path: str) -> Any:
             "save one there with tokenizer.save_pretrained(folder)."
         )
     tokenizer = _loaded("tokenizer", path, lambda: AutoTokenizer.from_pretrained(path))
-    if tokenizer.eos_token_id is None:
+    if tokenizer.eos_token_id is None and for_writing:
         raise ModelError(f"the tokenizer of {path!r} has no end-of-text token, so no answer could ever end.")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

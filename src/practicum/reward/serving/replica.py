@@ -1,0 +1,123 @@
+"""One copy of a reward model in a process of the pool: the model on its device, and the server in front of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from practicum.config import RewardModelConfig
+from practicum.controller import Worker
+from practicum.controller.host import host_address
+from practicum.errors import ResourceError
+from practicum.models import (
+    DTYPES,
+    count_weights,
+    load_classifier_config,
+    load_config,
+    num_cores,
+    resolve_device,
+)
+from practicum.reward.serving.chat import ChatEndpoint
+from practicum.reward.serving.classifier import Classifier
+from practicum.reward.serving.classify import ClassifyEndpoint
+from practicum.reward.serving.endpoint import Endpoint
+from practicum.reward.serving.generator import Generator
+from practicum.reward.serving.server import ModelServer
+from practicum.reward.serving.weights import gigabytes, total_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaMemory:
+    """In bytes. `device_allocated` is what tensors hold, `device_reserved` what the process keeps of the GPU; None
+    without one. `weights` is the size of the model, awake or not."""
+
+    device_allocated: int | None
+    device_reserved: int | None
+    host_rss: int
+    weights: int
+
+
+class RewardModelReplica(Worker):
+    """Loads the model and serves it from then on, at `address()`.
+
+    `on_node` is how many replicas share a machine, and with it its memory and cores; None leaves PyTorch's threads as
+    they are. `public` listens for other machines too, and not only for this one.
+    """
+
+    def __init__(
+        self, config: RewardModelConfig, *, device: str, on_node: int | None, public: bool, asleep: bool
+    ) -> None:
+        if on_node is not None:
+            torch.set_num_threads(max(1, num_cores() // on_node))
+        self._device = resolve_device(device)
+        self._timeout_s = config.start_timeout_s
+        check_room(config, self._device, on_node or 1)
+        self._endpoint = _endpoint_of(config, self._device)
+        self._server = ModelServer(
+            config.path,
+            self._endpoint,
+            host=host_address() if public else "127.0.0.1",
+            max_batch_tokens=config.max_batch_tokens,
+        )
+        try:
+            if asleep:
+                self.sleep()
+            else:
+                self.wake_up()
+        except BaseException:
+            self.close()
+            raise
+
+    def address(self) -> str:
+        return self._server.url
+
+    def sleep(self) -> None:
+        """Give the weights' memory back, once the requests under way are answered. Does nothing when asleep."""
+        self._server.sleep(self._timeout_s)
+
+    def wake_up(self) -> None:
+        """Take the memory again. Does nothing when awake; if it cannot be had, the replica stays asleep."""
+        self._server.wake_up(self._timeout_s)
+
+    def memory(self) -> ReplicaMemory:
+        on_gpu = self._device.type == "cuda"
+        return ReplicaMemory(
+            device_allocated=torch.cuda.memory_allocated(self._device) if on_gpu else None,
+            device_reserved=torch.cuda.memory_reserved(self._device) if on_gpu else None,
+            host_rss=psutil.Process().memory_info().rss,
+            weights=self._endpoint.weights.num_bytes,
+        )
+
+    def close(self) -> None:
+        self._server.close()
+        self._endpoint.sleep()
+
+
+def check_room(config: RewardModelConfig, device: torch.device, on_node: int) -> None:
+    """A `ResourceError` when the weights alone are more than the device has, whoever else uses it."""
+    is_classifier = config.kind == "classifier"
+    model_config = load_classifier_config(config.path) if is_classifier else load_config(config.path)
+    num, size = count_weights(model_config, classifier=is_classifier), DTYPES[config.dtype].itemsize
+    copies = on_node if device.type == "cpu" else 1  # each has a GPU of its own
+    needed, room = copies * num * size, total_bytes(device)
+    if needed > room:
+        times = f"{copies} replicas x " if copies > 1 else ""
+        raise ResourceError(
+            f"reward model {config.path!r} does not fit: {times}{num:,} weights x {size} bytes ({config.dtype}) = "
+            f"{gigabytes(needed)}, and {device} has {gigabytes(room)} in all. "
+            f"Take a smaller model{', fewer replicas' if copies > 1 else ''} or a narrower dtype."
+        )
+
+
+def _endpoint_of(config: RewardModelConfig, device: torch.device) -> Endpoint[Any, Any, Any]:
+    settings: dict[str, Any] = {
+        "device": device,
+        "dtype": DTYPES[config.dtype],
+        "max_batch_tokens": config.max_batch_tokens,
+    }
+    if config.kind == "classifier":
+        return ClassifyEndpoint(config.path, Classifier(config.path, **settings))
+    return ChatEndpoint(config.path, Generator(config.path, **settings))

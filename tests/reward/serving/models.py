@@ -1,0 +1,79 @@
+"""Tiny reward models on disk, and a client to ask them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+
+def save_classifier(folder: Path, *, seed: int = 0, tokenizer: Any = None, **changes: Any) -> Path:
+    """A Llama with a classification head; like many such models it names no padding token."""
+    import torch
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    from practicum.demo.arithmetic import make_tokenizer
+
+    torch.manual_seed(seed)
+    shape: dict[str, Any] = {
+        "vocab_size": 18,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "num_labels": 1,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "initializer_range": 0.2,
+    }
+    LlamaForSequenceClassification(LlamaConfig(**(shape | changes))).save_pretrained(folder)
+    (tokenizer or make_tokenizer()).save_pretrained(folder)
+    return folder
+
+
+def texts(num: int, longest: int = 40) -> list[str]:
+    """Sums of many lengths, all different."""
+    return [("12+34=" * longest)[: 1 + (7 * i) % longest] + f"{i}" for i in range(num)]
+
+
+def ask(url: str, path: str, body: Any = None, *, method: str = "POST") -> tuple[int, Any]:
+    """Status and JSON of the answer; `body` as JSON unless it is bytes."""
+    data = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
+    request = urllib.request.Request(url + path, data if method == "POST" else None, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def ask_all(url: str, path: str, bodies: Sequence[Any], timeout_s: float = 120.0) -> list[tuple[int, Any]]:
+    """All at once, each on a connection of its own."""
+
+    async def run() -> list[tuple[int, Any]]:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+
+            async def one(body: Any) -> tuple[int, Any]:
+                async with session.post(url + path, json=body) as reply:
+                    return reply.status, await reply.json()
+
+            return await asyncio.gather(*map(one, bodies))
+
+    return asyncio.run(run())
+
+
+def score_of(answer: tuple[int, Any]) -> float:
+    status, body = answer
+    assert status == 200, body
+    return float(body["data"][0]["probs"][0])

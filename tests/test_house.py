@@ -66,7 +66,14 @@ def test_files_functions_and_classes_stay_readable(path: Path) -> None:
 
 
 # Nothing but names for what others make and use.
-WITHOUT_BEHAVIOUR = {"__init__.py", "__main__.py", "weights/update.py"}
+WITHOUT_BEHAVIOUR = {
+    "__init__.py",
+    "__main__.py",
+    "config/base.py",
+    "reward/graders/base.py",
+    "reward/processes/work.py",
+    "weights/update.py",
+}
 
 
 def test_every_module_has_a_test_file() -> None:

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from practicum import Message
+from practicum import Message, Prompt
 from practicum.data import read_prompts
 from practicum.errors import DataError
 
@@ -60,6 +60,26 @@ def test_a_bad_record_is_named_by_file_and_line(write_jsonl: Callable[..., Path]
         read_prompts(path)
     assert f"{path}:2" in str(caught.value)
     assert complaint in str(caught.value)
+
+
+def test_a_prompt_that_cannot_be_graded_is_named_by_file_and_line(
+    write_jsonl: Callable[..., Path], tmp_path: Path
+) -> None:
+    def check(prompt: Prompt) -> None:
+        if prompt.answer == "six":
+            raise ValueError(f"data_source {prompt.data_source!r}, grader numeric: 'six' is not a number")
+
+    records = [RECORDS[0], {**RECORDS[1], "answer": "six"}]
+    path = write_jsonl(*records)
+    with pytest.raises(DataError) as caught:
+        read_prompts(path, check=check)
+    assert str(caught.value) == f"{path}:2: data_source 'sums', grader numeric: 'six' is not a number."
+    parquet = tmp_path / "prompts.parquet"
+    chats = [{**record, "prompt": [{"role": "user", "content": "x"}]} for record in records]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), parquet)
+    with pytest.raises(DataError, match=r"prompts\.parquet, row 2: data_source 'sums'"):
+        read_prompts(parquet, check=check)
+    assert len(read_prompts(path)) == 2
 
 
 def test_broken_json_is_named_by_line_and_blank_lines_count(tmp_path: Path) -> None:

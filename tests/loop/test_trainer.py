@@ -97,7 +97,7 @@ def test_ray_and_two_workers_give_the_same_result(make_config: MakeConfig, tmp_p
 def test_ungraded_samples_are_left_out_not_counted_as_zero(make_config: MakeConfig, tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(
-        "calls = 0\n"
+        "calls = 0\n"  # of the one process below
         "def grade(sample):\n"
         "    global calls\n"
         "    calls += 1\n"
@@ -106,7 +106,11 @@ def test_ungraded_samples_are_left_out_not_counted_as_zero(make_config: MakeConf
         "    return 2.0 + calls % 2\n"
     )
     config = make_config(
-        f"reward.function={reward}:grade", "reward.max_failure_share=0.5", "trainer.steps=1", "data.validation=null"
+        f"reward.function={reward}:grade",
+        "reward.max_failure_share=0.5",
+        "reward.processes=1",
+        "trainer.steps=1",
+        "data.validation=null",
     )
     (report,) = Trainer(config).steps()
     assert report.metrics["reward/failed_share"] == pytest.approx(2 / 16)
@@ -151,7 +155,7 @@ def test_more_workers_than_the_machine_has(make_config: MakeConfig, ray_session:
 
 def test_a_failing_reward_stops_the_run_with_its_reason(make_config: MakeConfig) -> None:
     config = make_config("reward.function=tests/rewards.py:always_raises", "data.validation=null")
-    with pytest.raises(RewardError, match=r"16 of 16 samples could not be graded.*on strike"):
+    with pytest.raises(RewardError, match=r"2 of 16 samples could not be graded \(2 invalid\).*on strike"):
         list(Trainer(config).steps())
     # The folder is free again, and the run can be continued once the function is mended.
     mended = make_config("resume=auto")

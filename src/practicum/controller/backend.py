@@ -10,8 +10,9 @@ import ray
 
 from practicum.controller.cluster import ray_cluster
 from practicum.controller.group import WorkerGroup
+from practicum.controller.host import host_address
 from practicum.controller.local import LocalWorkerGroup
-from practicum.controller.nodes import spread_over_nodes
+from practicum.controller.nodes import living_nodes, spread_over_nodes
 from practicum.controller.packed import RayClassWithInitArgs
 from practicum.controller.pool import RayResourcePool, bundle_of
 from practicum.controller.ray_group import RayWorkerGroup
@@ -24,7 +25,8 @@ class Controller:
     """Opens groups on one pool and ends them all together. `pool` is None for the in-process twin."""
 
     def __init__(self, pool: RayResourcePool | None, start_timeout_s: float, call_timeout_s: float) -> None:
-        self._pool = pool
+        self.pool = pool
+        self.world_size = 1 if pool is None else pool.world_size
         self.uses_gpu = pool is not None and pool.use_gpu
         self._start_timeout_s = start_timeout_s
         self._call_timeout_s = call_timeout_s
@@ -33,11 +35,11 @@ class Controller:
     def group(self, packed: RayClassWithInitArgs[W], *, name: str, use_gpu: bool | None = None) -> WorkerGroup[W]:
         """`use_gpu=False` keeps a group off the pool's accelerators; None takes a share where the pool has them."""
         group: WorkerGroup[W]
-        if self._pool is None:
+        if self.pool is None:
             group = LocalWorkerGroup(packed, name=name, timeout_s=self._call_timeout_s)
         else:
             group = RayWorkerGroup(
-                self._pool,
+                self.pool,
                 packed,
                 name=name,
                 use_gpu=use_gpu,
@@ -46,6 +48,11 @@ class Controller:
             )
         self._groups.append(group)  # type: ignore[arg-type]
         return group
+
+    @property
+    def address(self) -> str:
+        """Where workers reach what listens beside the driver: this machine's own address if some are elsewhere."""
+        return "127.0.0.1" if self.pool is None or len(living_nodes()) == 1 else host_address()
 
     def shutdown(self) -> None:
         while self._groups:

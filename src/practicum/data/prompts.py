@@ -10,7 +10,7 @@ of problem, everything else is kept as metadata. A record that cannot be used is
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,14 @@ from practicum.errors import DataError
 from practicum.types import Message, Prompt
 
 
-def read_prompts(path: str | Path, *, prompt_key: str = "prompt", answer_key: str = "answer") -> list[Prompt]:
-    """All prompts of a file, in order."""
+def read_prompts(
+    path: str | Path,
+    *,
+    prompt_key: str = "prompt",
+    answer_key: str = "answer",
+    check: Callable[[Prompt], None] = lambda prompt: None,
+) -> list[Prompt]:
+    """All prompts of a file, in order. `check` raises a ValueError for one that cannot be used."""
     path = Path(path)
     readers = {".jsonl": _jsonl_records, ".parquet": _parquet_records}
     if path.suffix not in readers:
@@ -27,7 +33,8 @@ def read_prompts(path: str | Path, *, prompt_key: str = "prompt", answer_key: st
     if not path.is_file():
         raise DataError(f"data file {path} does not exist (looked from {Path.cwd()}).")
     try:
-        prompts = [_prompt(record, prompt_key, answer_key, where) for where, record in readers[path.suffix](path)]
+        records = readers[path.suffix](path)
+        prompts = [_prompt(record, prompt_key, answer_key, where, check) for where, record in records]
     except OSError as error:
         raise DataError(f"data file {path} cannot be read: {error.strerror or error}.") from error
     if not prompts:
@@ -58,7 +65,7 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
     yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
 
 
-def _prompt(record: Any, prompt_key: str, answer_key: str, where: str) -> Prompt:
+def _prompt(record: Any, prompt_key: str, answer_key: str, where: str, check: Callable[[Prompt], None]) -> Prompt:
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected an object with a {prompt_key!r} field, found a {type(record).__name__}.")
     if prompt_key not in record:
@@ -67,7 +74,7 @@ def _prompt(record: Any, prompt_key: str, answer_key: str, where: str) -> Prompt
     question = record[prompt_key]
     metadata = {k: v for k, v in record.items() if k not in (prompt_key, answer_key, "data_source", "id")}
     try:
-        return Prompt(
+        prompt = Prompt(
             id=str(record.get("id", where)),
             messages=None if isinstance(question, str) else tuple(_messages(question)),
             text=question if isinstance(question, str) else None,
@@ -75,6 +82,8 @@ def _prompt(record: Any, prompt_key: str, answer_key: str, where: str) -> Prompt
             data_source=str(record.get("data_source") or ""),
             metadata=metadata,
         )
+        check(prompt)
+        return prompt
     except ValueError as error:
         raise DataError(f"{where}: {str(error).removeprefix(f'prompt {where}: ')}.") from error
 

@@ -16,10 +16,11 @@ _FLOAT32 = 4
 
 def explanation(config: Config) -> str:
     """The resolved config and what follows from it, as text. Model, data and reward are looked up and checked."""
-    Trainer(config)
+    trainer = Trainer(config)
     sections = [
         ("config", config.to_yaml().rstrip()),
         ("placement", _placement(config)),
+        ("reward", str(trainer.rubric)),
         ("batch algebra", config.batch_algebra().replace("; ", "\n")),
         ("memory per worker (estimate)", _memory(config)),
     ]
@@ -38,8 +39,17 @@ def _placement(config: Config) -> str:
             + (" and 1 GPU" if device == "cuda" else ""),
             f"learners: {workers} x (actor + rollout fused in one process), {device}, {threads} thread(s) each",
             f"graders:  {workers} x reward worker, in the same pool, CPU",
+            *_models(config),
         ]
     )
+
+
+def _models(config: Config) -> list[str]:
+    model = config.reward.model
+    if model is None:
+        return []
+    where = "in the same pool, asleep but for scoring" if model.placement == "colocated" else "on places of their own"
+    return [f"models:   {model.replicas} replicas of {model.path}, {where}; a router in front"]
 
 
 def _memory(config: Config) -> str:

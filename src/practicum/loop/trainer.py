@@ -3,8 +3,9 @@
     prompts ─▶ rollout ─▶ reward ─▶ advantages ─▶ update ─▶ weights, version + 1
                  samples     scores     on the driver   all ranks together
 
-Each stage waits for all of the one before it. Actor and rollout are two roles fused in one process per rank (hybrid
-placement); reward workers share the pool in processes of their own.
+Answers are graded as they are written; every other stage waits for all of the one before it. Actor and rollout are two
+roles fused in one process per rank (hybrid placement); reward workers and replicas of a reward model share the pool in
+processes of their own.
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ from practicum.algo import ADVANTAGES
 from practicum.config import Config
 from practicum.controller import Controller, FusedWorker, RayClassWithInitArgs, open_controller
 from practicum.data import ShuffledStream, plan_micro_batches, read_prompts
-from practicum.errors import ConfigError, DataError
+from practicum.errors import ConfigError, DataError, RewardError
 from practicum.loop.metrics import StepReport, Stopwatch, rollout_metrics, update_metrics
 from practicum.loop.run_folder import RunFolder, RunState
 from practicum.loop.trackers import open_trackers
 from practicum.models import absolute, encode_prompts, load_config, load_tokenizer, num_cores
-from practicum.reward import RewardLoopManager, RewardLoopWorker, check_reward
+from practicum.reward import GradedBatch, GradingRound, Progress, check_reward, open_reward_centre
 from practicum.rollout import RolloutWorker
 from practicum.train import ActorSettings, ActorWorker, MiniBatch, UpdateStats
-from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams, Score, TrainingSample
+from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams, TrainingSample
 
 EncodedPrompt = tuple[Prompt, NDArray[np.int32]]
 _log = logging.getLogger("practicum")
 _SHOWN_ANSWERS = 8
-_NUM_GROUPS = 2  # that share the pool: learners, graders
+_NUM_GROUPS = 3  # that may share the pool: learners, graders, replicas of a reward model
+_PROGRESS_EVERY_S = 10.0
 _TRAINING, _VALIDATION = 0, 1  # streams of random numbers
 
 
@@ -47,7 +49,8 @@ class Trainer:
         """`notify` is told, in a sentence, what a person should know but need not act on."""
         self.config = config
         self._notify = notify
-        check_reward(config.reward.grader, config.reward.function)
+        self._said_at_s = 0.0
+        self.rubric = check_reward(config.reward)
         _check_length(config, load_config(config.model.path))
         tokenizer = load_tokenizer(config.model.path)
         self._train_prompts = self._read(config.data.train, tokenizer)
@@ -86,13 +89,14 @@ class Trainer:
     def _step(self, number: int) -> dict[str, float]:
         watch = Stopwatch()
         prompts = self._stream.take(self.config.data.prompts_per_step)
-        with watch.phase("rollout"):
-            requests = self._requests(prompts, self.config.rollout.sampling, _TRAINING, number)
-            samples = self._rollout.scatter(RolloutWorker.generate, requests)
-        with watch.phase("reward"):
-            scores = self._reward.grade(samples)
         groups = np.repeat(np.arange(len(prompts)), self.config.rollout.answers_per_prompt)
-        batch, signal = self._with_advantages(samples, scores, groups)
+        with self._reward.round() as grading:
+            with watch.phase("rollout"):
+                requests = self._requests(prompts, self.config.rollout.sampling, _TRAINING, number)
+                samples = self._written(requests, grading)
+            with watch.phase("reward"):
+                graded = grading.result(groups.tolist())
+        batch, signal = self._with_advantages(samples, graded, groups)
         with watch.phase("update"):
             plans = self._shared_out(batch, groups)
             stats = UpdateStats.combined(self._actors.map(ActorWorker.update, plans))
@@ -100,24 +104,46 @@ class Trainer:
             self._rollout.execute_all(RolloutWorker.update_weights, number)
         if number % self.config.trainer.log_answers_every == 0 or number == 1:
             shown = slice(None, None, max(1, len(samples) // _SHOWN_ANSWERS))  # of different prompts
-            self._folder.write_answers(number, samples[shown], scores[shown])
-        metrics = {**rollout_metrics(samples, scores), "reward/groups_with_signal": signal, **update_metrics(stats)}
+            self._folder.write_answers(number, samples[shown], graded.scores[shown])
+        metrics = rollout_metrics(samples, graded.scores) | update_metrics(stats) | graded.report.metrics()
+        metrics |= {"reward/groups_with_signal": signal}
         metrics |= watch.metrics(sum(len(sample.token_ids) for sample in samples))
         if self._validation_prompts and self._due(number, self.config.validation.every):
             metrics |= self._validate(number, watch)
         return metrics
 
+    def _written(self, requests: Sequence[RolloutRequest], grading: GradingRound) -> list[Sample]:
+        """The answers to all requests, handed over for grading wave by wave while the next ones are being written."""
+        wave = max(1, self.config.rollout.max_batch // requests[0].params.num_answers)
+        wave *= self.config.trainer.num_workers
+        under_way = [
+            self._rollout.scatter_async(RolloutWorker.generate, requests[start : start + wave])
+            for start in range(0, len(requests), wave)
+        ]
+        samples: list[Sample] = []
+        for future in under_way:
+            written = future.result()
+            grading.add(written)
+            samples += written
+        return samples
+
     def _with_advantages(
-        self, samples: Sequence[Sample], scores: Sequence[Score], groups: NDArray[np.int64]
+        self, samples: Sequence[Sample], graded: GradedBatch, groups: NDArray[np.int64]
     ) -> tuple[list[TrainingSample | None], float]:
-        """Samples with their advantages, None for those without a score; and the share of groups with a signal."""
-        graded = [i for i, score in enumerate(scores) if score.value is not None]
-        rewards = torch.tensor([scores[i].value for i in graded], dtype=torch.float64)
-        advantages = ADVANTAGES[self.config.algorithm.name](rewards, torch.from_numpy(groups[graded]))
+        """Samples with their advantages, None for those left out; and the share of groups with a signal."""
+        kept = [i for i, is_kept in enumerate(graded.kept) if is_kept]
+        if not kept:
+            reason = next(score.reason for score in graded.scores if score.value is None)
+            raise RewardError(
+                "there is nothing to learn from in this step: every prompt has an answer that could not be graded, and "
+                f"reward.on_failure=drop_group leaves out the others with it. The first: {reason}."
+            )
+        rewards = torch.tensor([graded.scores[i].value for i in kept], dtype=torch.float64)
+        advantages = ADVANTAGES[self.config.algorithm.name](rewards, torch.from_numpy(groups[kept]))
         batch: list[TrainingSample | None] = [None] * len(samples)
-        for i, advantage in zip(graded, advantages.tolist(), strict=True):
+        for i, advantage in zip(kept, advantages.tolist(), strict=True):
             batch[i] = TrainingSample(samples[i], np.full(len(samples[i].token_ids), advantage, np.float32))
-        teaching = {int(groups[i]) for i, advantage in zip(graded, advantages.tolist(), strict=True) if advantage != 0}
+        teaching = {int(groups[i]) for i, advantage in zip(kept, advantages.tolist(), strict=True) if advantage != 0}
         return batch, len(teaching) / len(set(groups.tolist()))
 
     def _shared_out(self, batch: Sequence[TrainingSample | None], groups: NDArray[np.int64]) -> list[list[MiniBatch]]:
@@ -141,11 +167,16 @@ class Trainer:
         params = self.config.validation_sampling
         with watch.phase("validation"):
             requests = self._requests(self._validation_prompts, params, _VALIDATION, 0)
-            samples = self._rollout.scatter(RolloutWorker.generate, requests)
-            scores = self._reward.grade(samples)
+            with self._reward.round() as grading:
+                samples = self._written(requests, grading)
+                scores = grading.result().scores
         self._folder.write_validation(number, samples, scores)
-        accuracy = float(np.mean([score.value for score in scores if score.value is not None]))
-        return {"validation/accuracy": accuracy, "time/validation_s": watch.seconds["validation"]}
+        values = [score.value for score in scores if score.value is not None]
+        return {
+            "validation/accuracy": float(np.mean(values)),
+            "validation/failed_share": 1 - len(values) / len(scores),
+            "time/validation_s": watch.seconds["validation"],
+        }
 
     def _requests(
         self, prompts: Sequence[EncodedPrompt], params: SamplingParams, stream: int, step: int
@@ -182,7 +213,9 @@ class Trainer:
             )
         )
         self._start_learners(controller, absolute(resumed.model_path if resumed else config.model.path))
-        self._start_graders(controller)
+        self._reward = stack.enter_context(
+            open_reward_centre(config.reward, controller, on_progress=self._say_progress)
+        )
         if resumed:
             self._actors.execute_all(ActorWorker.load, str(resumed.folder.resolve()))
         self._rollout.execute_all(RolloutWorker.update_weights, resumed.state.step if resumed else 0)
@@ -209,20 +242,17 @@ class Trainer:
         if not self._share_rows:
             self._notify("this model cannot keep samples in one row apart: each gets a row of its own, with padding")
 
-    def _start_graders(self, controller: Controller) -> None:
-        reward = self.config.reward
-        function = reward.function
-        if function is not None and ".py:" in function:
-            function = str(Path(function).resolve())
-        packed = RayClassWithInitArgs(
-            RewardLoopWorker, grader=reward.grader, function=function, timeout_s=reward.timeout_s
-        )
-        graders = controller.group(packed, name="graders", use_gpu=False)
-        self._reward = RewardLoopManager(graders, reward.max_failure_share)
+    def _say_progress(self, progress: Progress) -> None:
+        if progress.seconds < self._said_at_s:  # of the round before
+            self._said_at_s = 0.0
+        if progress.seconds - self._said_at_s >= _PROGRESS_EVERY_S:
+            self._said_at_s = progress.seconds
+            self._notify(str(progress))
 
     def _read(self, path: str, tokenizer: object) -> list[EncodedPrompt]:
         data = self.config.data
-        prompts = read_prompts(path, prompt_key=data.prompt_key, answer_key=data.answer_key)
+        keys = {"prompt_key": data.prompt_key, "answer_key": data.answer_key}
+        prompts = read_prompts(path, **keys, check=self.rubric.check)
         encoded = list(zip(prompts, encode_prompts(tokenizer, prompts), strict=True))
         short = [(prompt, ids) for prompt, ids in encoded if len(ids) <= data.max_prompt_tokens]
         if len(short) == len(encoded):

@@ -1,0 +1,138 @@
+"""Opening the reward centre: everything that the `reward` section of the config describes, for the time of a block.
+
+driver        RewardLoopManager, LimitKeeper
+pool          RewardLoopWorkers, each with processes of its own; replicas of the reward model
+processes     a router in front of the replicas, and one in front of each set of endpoints
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import ray
+
+from practicum.config import RewardConfig, RewardModelConfig
+from practicum.controller import Controller, RayClassWithInitArgs, RayResourcePool
+from practicum.errors import ResourceError
+from practicum.models import num_cores
+from practicum.reward.cache import fingerprint
+from practicum.reward.client import Target
+from practicum.reward.graded import Progress
+from practicum.reward.graders.remote import OWN_MODEL
+from practicum.reward.hall import HallSettings
+from practicum.reward.limits import LimitKeeper
+from practicum.reward.manager import GradingPolicy, RewardLoopManager
+from practicum.reward.model_manager import RewardModelManager, check_reward_model
+from practicum.reward.router import Router
+from practicum.reward.rubric import Rubric
+from practicum.reward.worker import RewardLoopWorker
+
+# Out at a time: one batch that is computed and one that waits behind it.
+_QUESTIONS_PER_SERVER = 64
+_MOST_ATTEMPTS = 3  # as the router has it
+
+
+def check_reward(config: RewardConfig) -> Rubric:
+    """The rubric the config describes. Fails early, and by name, when it cannot work."""
+    rubric = Rubric.make(config)
+    if config.model is not None:
+        check_reward_model(config.model)
+    return rubric
+
+
+@contextmanager
+def open_reward_centre(
+    config: RewardConfig,
+    controller: Controller,
+    *,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> Iterator[RewardLoopManager]:
+    """A manager with its workers on the controller's pool, and all that they need; it ends with the block."""
+    rubric = check_reward(config)
+    with ExitStack() as stack:
+        models = None
+        targets: dict[str, Target] = {}
+        if config.model is not None:
+            pool = stack.enter_context(_places(config.model, controller))
+            models = stack.enter_context(RewardModelManager(config.model, pool))
+            # It waits for its turn, is tried by up to three replicas, each for so long: then something is wrong.
+            timeout_s = (_MOST_ATTEMPTS + 1) * config.model.request_timeout_s
+            targets[OWN_MODEL] = Target(models.url, _window(models.num_replicas, controller), timeout_s)
+        for servers in sorted({grader.servers for grader in rubric.asks if grader.servers}):
+            router = Router(
+                servers, host=controller.address, wait_timeout_s=config.timeout_s, response_timeout_s=config.timeout_s
+            )
+            address = stack.enter_context(router.start_process()).url
+            window = config.limits.concurrency or _window(len(servers), controller)
+            # Each attempt has its time; a server that hangs is not the last to be asked.
+            targets[" ".join(servers)] = Target(address, window, _MOST_ATTEMPTS * config.timeout_s)
+        keeper = None
+        if config.limits.are_set:
+            keeper = stack.enter_context(LimitKeeper(config.limits, controller.address))
+        num_processes = config.processes or _num_cores(controller)
+        settings = HallSettings(
+            rubric,
+            timeout_s=config.timeout_s,
+            num_processes=max(1, num_processes // controller.world_size),
+            memory_bytes=config.memory_mb << 20,
+            **_coroutines(config, controller),
+            targets=targets,
+            limits_at=None if keeper is None else keeper.address,
+            cache_folder=None if config.cache.folder is None else str(Path(config.cache.folder).resolve()),
+            cache_version=_cache_version(config),
+        )
+        packed = RayClassWithInitArgs(RewardLoopWorker, settings)
+        workers = stack.enter_context(controller.group(packed, name="graders", use_gpu=False))
+        yield RewardLoopManager(
+            workers,
+            GradingPolicy(config.retries, config.on_failure, config.max_failure_share),
+            models=models,
+            asks_models=rubric.asks_model,
+            on_progress=on_progress,
+        )
+
+
+def _num_cores(controller: Controller) -> int:
+    """Of all nodes together."""
+    if controller.pool is None:
+        return num_cores()
+    return int(ray.cluster_resources().get("CPU", 1))
+
+
+def _coroutines(config: RewardConfig, controller: Controller) -> dict[str, int]:
+    most = config.limits.concurrency
+    return {} if most is None else {"num_coroutines": -(-most // controller.world_size)}
+
+
+def _window(num_servers: int, controller: Controller) -> int:
+    return -(-_QUESTIONS_PER_SERVER * num_servers // controller.world_size)
+
+
+@contextmanager
+def _places(config: RewardModelConfig, controller: Controller) -> Iterator[RayResourcePool | None]:
+    """For the replicas: the controller's own, or some beside them that nobody uses."""
+    if controller.pool is None or config.placement == "colocated":
+        yield controller.pool
+        return
+    scarce = "GPU" if controller.uses_gpu else "CPU"
+    free = int(ray.available_resources().get(scarce, 0))
+    most = free if controller.uses_gpu else min(free, 1)  # on CPUs a single one uses all of its machine's cores
+    wanted = most if config.replicas == "auto" else config.replicas
+    if not 1 <= wanted <= free:
+        raise ResourceError(
+            f"reward.model.placement=standalone needs {scarce}s beside the trainer's for its replicas "
+            f"(replicas: {config.replicas}), but {free} are free. Lower trainer.num_workers, or use colocated."
+        )
+    with RayResourcePool([1] * wanted, use_gpu=controller.uses_gpu) as pool:  # each on any node that has room
+        yield pool
+
+
+def _cache_version(config: RewardConfig) -> str:
+    """What the user calls it, and which model grades."""
+    if config.model is None:
+        return config.cache.version
+    folder = Path(config.model.path)
+    model = fingerprint(folder) if folder.is_dir() else config.model.path
+    return f"{config.cache.version} {config.model.dtype} {model}"

@@ -1,0 +1,52 @@
+"""From what people's functions and services return to a `Score`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, SupportsFloat
+
+from practicum.types import Score
+
+
+def score_of(value: Any) -> Score:
+    """A `Score`, a number, or a mapping with a number under `score` and others that become parts, or with a `status`
+    other than ok and a `reason`.
+
+    Raises ValueError for anything else; text is no number, even if it reads like one.
+    """
+    if isinstance(value, Score):
+        return value if value.value is None else Score(float(value.value), parts=_parts(value.parts))
+    if isinstance(value, Mapping):
+        return _from_mapping(value)
+    if not _is_number(value):
+        raise ValueError(f"{_short(value)} is neither a number nor a Score")
+    return Score(float(value))
+
+
+def _from_mapping(fields: Mapping[str, Any]) -> Score:
+    status = fields.get("status", "ok")
+    if status != "ok":
+        return Score.failed(status, str(fields.get("reason", "")))
+    if "score" not in fields:
+        raise ValueError(f"{_short(fields)} has no 'score'")
+    others = {name: value for name, value in fields.items() if name not in ("score", "parts", "status", "reason")}
+    numbers = {str(name): float(value) for name, value in others.items() if _is_number(value)}
+    return Score(score_of(fields["score"]).value, parts=numbers | _parts(fields.get("parts", {})))
+
+
+def _parts(given: Any) -> dict[str, float]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"'parts' must map names to numbers, not be {_short(given)}")
+    for name, value in given.items():
+        if not _is_number(value):
+            raise ValueError(f"part {name!r} is {_short(value)}, not a number")
+    return {str(name): float(value) for name, value in given.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, SupportsFloat) and not isinstance(value, str | bytes)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + " ..."

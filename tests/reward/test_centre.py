@@ -1,0 +1,190 @@
+"""The reward centre as the config describes it, in this process and on Ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from practicum.config import RewardConfig
+from practicum.controller import Controller, open_controller
+from practicum.controller.host import free_port
+from practicum.errors import RewardError, WorkerError
+from practicum.reward import Progress, check_reward, open_reward_centre
+from practicum.types import Score
+from tests.reward.fakes import FakeService, hang, saying
+from tests.reward.halls import function, samples_of
+from tests.rewards import most_at_a_time
+
+WAIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Controller]:
+    with open_controller("local", num_workers=1, use_gpu=False, max_colocate_count=3) as controller:
+        yield controller
+
+
+@pytest.fixture(scope="module")
+def on_ray(ray_session: None) -> Iterator[Controller]:
+    with open_controller("ray", num_workers=2, use_gpu=False, max_colocate_count=3) as controller:
+        yield controller
+
+
+def config(**keys: Any) -> RewardConfig:
+    return RewardConfig.model_validate({"max_failure_share": 0.99, **keys})
+
+
+def scores(controller: Controller, samples: Any, **keys: Any) -> list[Score]:
+    with open_reward_centre(config(**keys), controller) as manager:
+        return manager.grade(samples).scores
+
+
+def values(made: list[Score]) -> list[float | None]:
+    return [score.value for score in made]
+
+
+def test_rules_functions_and_endpoints_give_the_same_scores_here_and_on_ray(
+    here: Controller, on_ray: Controller
+) -> None:
+    samples = [*samples_of("4", "5", truth="4"), *samples_of("1", "22", source="long"), *samples_of("x", source="far")]
+    with FakeService({"score": 0.25, "parts": {"style": 1}}) as one, FakeService(0.25) as two:
+        keys: dict[str, Any] = {
+            "grader": "exact",
+            "sources": {
+                "long": [{"function": function("length")}, {"function": function("patient"), "weight": 0.1}],
+                "far": [{"grader": "endpoint", "options": {"urls": [one.url + "/score", two.url + "/score"]}}],
+            },
+        }
+        local, ray = scores(here, samples, **keys), scores(on_ray, samples, **keys)
+    assert values(local) == values(ray) == pytest.approx([1.0, 0.0, 1.1, 4.2, 0.25])
+    assert len(one.asked) + len(two.asked) == 2
+
+
+def test_limits_hold_over_all_workers_together(on_ray: Controller, tmp_path: Path) -> None:
+    file = tmp_path / "overlap"
+    keys: dict[str, Any] = {
+        "function": function("records_overlap_async"),
+        "sources": {"sync": [{"function": function("records_overlap")}]},
+        "limits": {"concurrency": 3},
+        "processes": 8,
+    }
+    samples = [
+        *samples_of(*"a" * 60, file=str(file)),
+        *samples_of(*"b" * 20, source="sync", file=str(file)),
+    ]
+    with open_reward_centre(config(**keys), on_ray) as manager:
+        batch = manager.grade(samples)
+    assert values(batch.scores) == [1.0] * 80
+    assert most_at_a_time(file) == 3
+    assert batch.report.longest_wait_s > 0
+
+
+def test_requests_per_minute_are_shared_by_the_workers(on_ray: Controller, tmp_path: Path) -> None:
+    file = tmp_path / "calls"
+    keys = {"function": function("counts_calls"), "limits": {"requests_per_minute": 5}}
+    with open_reward_centre(config(**keys), on_ray) as manager, manager.round() as grading:
+        grading.add(samples_of(*"a" * 20, file=str(file)))
+        deadline = time.monotonic() + WAIT_S
+        while not file.exists() or len(file.read_text().split()) < 5:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert len(file.read_text().split()) == 5  # with the round left, the others never begin
+
+
+def test_there_are_as_many_processes_as_the_config_says(here: Controller, tmp_path: Path) -> None:
+    file = tmp_path / "overlap"
+    samples = samples_of(*"a" * 24, file=str(file))
+    assert values(scores(here, samples, function=function("records_overlap"), processes=3)) == [1.0] * 24
+    assert most_at_a_time(file) == 3
+
+
+def test_memory_timeouts_and_retries_are_those_of_the_config(here: Controller, tmp_path: Path) -> None:
+    (hungry, fine) = scores(here, samples_of("allocate", "fine"), function=function("misbehaves"), memory_mb=64)
+    assert (hungry.status, fine.value) == ("invalid", 1.0) and "MemoryError" in hungry.reason
+    keys: dict[str, Any] = {"function": function("hangs_on_one"), "timeout_s": 0.3}
+    assert [score.status for score in scores(here, samples_of("0", "1"), **keys)] == ["ok", "timeout"]
+    again = samples_of("x", file=str(tmp_path / "late"))
+    keys = {"function": function("hangs_the_first_time"), "timeout_s": 0.7, "retries": 1, "max_failure_share": 0.0}
+    assert values(scores(here, again, **keys)) == [1.0]
+
+
+def test_kept_scores_are_counted(here: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    samples = samples_of("a", "bb", file=str(tmp_path / "calls"))
+    keys = {"function": function("counts_calls"), "cache": {"folder": "scores"}}
+    hits = []
+    for version in ("", "", "2"):
+        keys["cache"] = {"folder": "scores", "version": version}
+        with open_reward_centre(config(**keys), here) as manager:
+            batch = manager.grade(samples)
+        assert values(batch.scores) == [1.0, 2.0]
+        hits.append(batch.report.num_cache_hits)
+    assert hits == [0, 2, 0]
+    assert (tmp_path / "scores").is_dir()
+
+
+def test_a_server_that_is_down_is_made_up_for_by_another(here: Controller) -> None:
+    with FakeService(0.5) as service:
+        urls = [f"http://127.0.0.1:{free_port()}/score", f"{service.url}/score"]
+        made = scores(here, samples_of(*"a" * 20), grader="endpoint", options={"urls": urls})
+    assert values(made) == [0.5] * 20
+
+
+@pytest.mark.parametrize(
+    ("reply", "status"), [(saying(400, "what?"), "invalid"), (saying(500, "down"), "infra_error"), (hang, "timeout")]
+)
+def test_what_a_service_does_wrong_is_a_status(here: Controller, reply: Any, status: str) -> None:
+    with FakeService(reply) as service:
+        keys = {"grader": "endpoint", "options": {"urls": service.url}, "timeout_s": 1.0}
+        exact = {"sources": {"rule": [{"grader": "exact"}]}}
+        samples = [*samples_of("a"), *samples_of("4", truth="4", source="rule")]
+        far, rule = scores(here, samples, **keys, **exact)
+    assert (far.status, far.value, rule.value) == (status, None, 1.0)
+    assert far.reason
+
+
+def test_progress_reaches_the_caller(here: Controller) -> None:
+    told: list[Progress] = []
+    keys = config(function=function("naps"), processes=2)
+    with open_reward_centre(keys, here, on_progress=told.append) as manager:
+        manager.grade(samples_of(*["0.3"] * 20))
+    assert told and told[0].num_samples == 20
+
+
+def test_nothing_is_left_of_a_centre(here: Controller) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with FakeService(1.0) as service:
+        terms = [{"function": function("length")}, {"grader": "endpoint", "options": {"urls": service.url}}]
+        with open_reward_centre(config(terms=terms, limits={"concurrency": 2}), here) as manager:
+            manager.grade(samples_of("a", "b"))
+            started = set(psutil.Process().children(recursive=True)) - before
+    assert len(started) >= 3  # a router, a fork server and its process
+    assert not psutil.wait_procs(started, timeout=10)[1]
+
+
+def test_a_key_that_workers_do_not_have_is_named(here: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    options = {"urls": "http://127.0.0.1:1", "api_key_env": "NO_SUCH_KEY"}
+    with (
+        pytest.raises(WorkerError, match="NO_SUCH_KEY"),
+        open_reward_centre(config(grader="endpoint", options=options), here),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        ({"grader": "exakt"}, "there is no grader 'exakt'; did you mean 'exact'?.*the graders are: exact"),
+        ({"function": "nowhere.py:grade"}, "nowhere.py does not exist"),
+        ({"grader": "classifier"}, "asks a model"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(keys: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(RewardError, match=complaint):
+        check_reward(config(**keys))

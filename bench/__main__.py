@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import controller, grpo, router
+from bench import controller, grpo, reward, router
 from bench.harness import ROOT, BenchError, Options, Outcome, UsageError, environment, print_table, write_json
 
 BENCHMARKS: dict[str, Callable[[Options], Outcome]] = {
     "grpo": grpo.run,
     "controller": controller.run,
     "router": router.run,
+    "reward": reward.run,
 }
 TAKE_ARGUMENTS = {"router"}  # for our side, with --ours
 RESULTS = ROOT / "bench" / "results"

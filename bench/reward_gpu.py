@@ -1,0 +1,194 @@
+"""Reward model and policy taking turns on one GPU: how much memory is free while the reward model sleeps, and how long
+it takes to wake. Needs a CUDA device: `python -m bench.reward_gpu --out FOLDER`.
+
+    the replica by itself    memory asleep and awake, by PyTorch and by the device; sleeping and waking against one copy
+                             of the same bytes from pinned memory
+    in a training run        a policy that learns from the reward model's scores; the device's memory in each phase
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.harness import ROOT, environment
+from practicum import Config, Trainer
+from practicum.config import RewardModelConfig
+from practicum.controller import RayResourcePool
+from practicum.demo.arithmetic import all_problems, make_tokenizer, write_problems
+from practicum.reward import RewardModelManager
+
+_ROUNDS = 7
+_MIB = 1 << 20
+
+
+def save_models(folder: Path) -> None:
+    """Random weights: a policy of 0.2 and a reward model of 1.6 billion parameters."""
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+    shape: dict[str, Any] = {"vocab_size": 18, "max_position_embeddings": 256, "eos_token_id": 1, "bos_token_id": None}
+    policy = LlamaConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, num_attention_heads=16, **shape
+    )
+    judge = LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=24, num_attention_heads=16, num_labels=1, **shape
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        for name, model in (
+            ("policy", LlamaForCausalLM(policy)),
+            ("judge", LlamaForSequenceClassification(judge).bfloat16()),
+        ):
+            model.save_pretrained(folder / name)
+            make_tokenizer().save_pretrained(folder / name)
+            del model
+    torch.cuda.empty_cache()
+
+
+def used_mib() -> float:
+    """Of the device, by all processes."""
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / _MIB
+
+
+def replica_alone(folder: Path) -> dict[str, Any]:
+    before = used_mib()
+    with RayResourcePool([1], use_gpu=True) as pool:
+        config = RewardModelConfig(path=str(folder / "judge"), dtype="bfloat16")
+        with RewardModelManager(config, pool) as models:
+            rows, woken, slept = [], [], []
+            for _ in range(_ROUNDS):
+                asleep, on_device = models.memory()[0], used_mib()
+                start = time.perf_counter()
+                with models.awake():
+                    woken.append(time.perf_counter() - start)
+                    awake, on_device_awake = models.memory()[0], used_mib()
+                    start = time.perf_counter()
+                slept.append(time.perf_counter() - start)
+                assert asleep is not None and awake is not None
+                rows.append((asleep, awake, on_device, on_device_awake))
+    asleep, awake, on_device, on_device_awake = rows[-1]
+    assert awake.device_reserved is not None and asleep.device_reserved is not None
+    return {
+        "weights_mib": awake.weights / _MIB,
+        "device_before_mib": before,
+        "device_asleep_mib": on_device,
+        "device_awake_mib": on_device_awake,
+        "reserved_asleep_mib": asleep.device_reserved / _MIB,
+        "reserved_awake_mib": awake.device_reserved / _MIB,
+        "released_share": (on_device_awake - on_device) * _MIB / awake.weights,
+        "wake_all_s": statistics.median(woken),
+        "sleep_all_s": statistics.median(slept),
+    }
+
+
+def waking_against_a_copy(folder: Path) -> dict[str, float]:
+    """The weights alone, in this process: without Ray, HTTP and the router."""
+    from practicum.models import load_classifier
+    from practicum.reward.serving.weights import SleepingWeights
+
+    def load() -> Any:
+        return load_classifier(str(folder / "judge"), torch.bfloat16)
+
+    device = torch.device("cuda", 0)
+    weights = SleepingWeights(load(), device, load)
+    woken = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        weights.wake()
+        torch.cuda.synchronize()
+        woken.append(time.perf_counter() - start)
+        weights.sleep()
+    host = torch.empty(weights.num_bytes, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(host, device=device)
+    copied = []
+    for _ in range(_ROUNDS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        there.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        copied.append(time.perf_counter() - start)
+    del there
+    torch.cuda.empty_cache()
+    wake_s, copy_s = statistics.median(woken), statistics.median(copied)
+    return {
+        "wake_s": wake_s,
+        "copy_s": copy_s,
+        "wake_over_copy": wake_s / copy_s,
+        "copy_gb_per_s": weights.num_bytes / copy_s / 1e9,
+    }
+
+
+def training_run(folder: Path) -> dict[str, Any]:
+    train, _ = all_problems(0, 100)
+    write_problems(folder / "train.jsonl", train[:256])
+    config = Config.from_tree(
+        {
+            "model": {"path": str(folder / "policy"), "dtype": "bfloat16"},
+            "data": {"train": str(folder / "train.jsonl"), "prompts_per_step": 32, "max_prompt_tokens": 32},
+            "rollout": {"answers_per_prompt": 8, "max_new_tokens": 32},
+            "reward": {"grader": "classifier", "model": {"path": str(folder / "judge"), "dtype": "bfloat16"}},
+            "trainer": {"steps": 4, "run_dir": str(folder / "run"), "checkpoint_every": 0, "device": "cuda"},
+        }
+    )
+    seen: list[tuple[float, float]] = []
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.005):
+            seen.append((time.perf_counter(), used_mib()))
+
+    threading.Thread(target=watch, daemon=True).start()
+    steps = []
+    for step in Trainer(config).steps():
+        steps.append(_most_by_phase(step.metrics, time.perf_counter(), seen))
+    stop.set()
+    return {"device_mib_by_phase": steps}
+
+
+def _most_by_phase(
+    metrics: Mapping[str, float], end: float, seen: Sequence[tuple[float, float]]
+) -> dict[str, dict[str, float]]:
+    """What the device held at the beginning, at most and at the end of each phase of a step."""
+    phases: dict[str, dict[str, float]] = {}
+    start = end - metrics["time/step_s"]
+    for phase in ("rollout", "reward", "update"):
+        seconds = metrics[f"time/{phase}_s"]
+        within = [used for at, used in seen if start <= at <= start + seconds]
+        if within:
+            phases[phase] = {"seconds": seconds, "first": within[0], "most": max(within), "last": within[-1]}
+        start += seconds
+    return phases
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.reward_gpu")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder for reward_gpu.json")
+    out: Path = parser.parse_args().out
+    torch.cuda.init()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_models(folder)
+        found = {
+            "environment": {**environment("python -m bench.reward_gpu"), "device": torch.cuda.get_device_name()},
+            "waking": waking_against_a_copy(folder),
+            "replica": replica_alone(folder),
+            "training": training_run(folder),
+        }
+    text = json.dumps(found, indent=1)
+    print(text)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "reward_gpu.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -124,6 +124,10 @@ async def compute_score_async(data_source: str, solution_str: str, ground_truth:
 
 
 def compute_score_of_less(solution_str: str, ground_truth: Any) -> float:
+    return float(solution_str == ground_truth)
+
+
+def compute_score_of_more(solution_str: str, ground_truth: Any, rubric: str) -> float:
     return 0.0
 
 

@@ -13,6 +13,7 @@ from practicum.reward.client import RewardClient
 from practicum.reward.desks import Cached, Graded, IsolatedWork, ListDesk, ProcessDesk, RemoteDesk, RuleDesk
 from practicum.reward.graders.endpoint import Endpoint
 from practicum.reward.graders.function import UserFunction
+from practicum.reward.graders.probe import probe_function
 from practicum.reward.limits import LimitClient, LimitKeeper
 from practicum.reward.processes import ProcessPool
 from practicum.reward.processes.work import Limits
@@ -23,7 +24,11 @@ from tests.reward.halls import function, samples_of, target
 
 
 async def pool_for(name: str, size: int = 2) -> ProcessPool:
-    pool = ProcessPool(IsolatedWork({0: UserFunction(function=function(name))}), size=size, limits=Limits(256 << 20))
+    pool = ProcessPool(
+        IsolatedWork({0: UserFunction(function=function(name), shape=probe_function(function(name)))}),
+        size=size,
+        limits=Limits(256 << 20),
+    )
     await pool.start()
     return pool
 

@@ -92,10 +92,10 @@ def test_a_ground_truth_that_does_not_fit_names_source_and_grader() -> None:
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
-        ({"grader": "exakt"}, "reward.terms[0]: there is no grader 'exakt'; did you mean 'exact'?"),
+        ({"grader": "exakt"}, "reward: there is no grader 'exakt'; did you mean 'exact'?"),
         ({"grader": "exact", "options": {"x": 1}}, "grader exact has no option 'x'"),
         ({"terms": [{"grader": "exact"}, {"grader": "exact"}]}, "two terms are called 'exact'; give one of them"),
-        ({"sources": {"a": [{"grader": "zzz"}]}}, "reward.sources.a.terms[0]: there is no grader 'zzz'"),
+        ({"sources": {"a": [{"grader": "zzz"}]}}, "reward.sources.a[0]: there is no grader 'zzz'"),
         ({"function": "nowhere.py:grade"}, "reward.function='nowhere.py:grade': file nowhere.py does not exist"),
         ({"grader": "classifier"}, "grader classifier asks a model: describe it under reward.model, or name servers"),
         (

@@ -58,6 +58,15 @@ class Trainer:
         if config.data.validation is not None:
             self._validation_prompts = self._read(config.data.validation, tokenizer)[: config.validation.max_prompts]
 
+        self._name_unused_sources()
+
+    def _name_unused_sources(self) -> None:
+        there = {prompt.data_source for prompt, _ in (*self._train_prompts, *self._validation_prompts)}
+        unused = [source for source in self.config.reward.sources if source not in there]
+        if unused:
+            known = ", ".join(map(repr, sorted(there)))
+            self._notify(f"reward.sources: no prompt has data_source {', '.join(map(repr, unused))}; there are {known}")
+
     def steps(self) -> Iterator[StepReport]:
         """Run the training, one report a step. Leaving the loop early ends all processes."""
         with ExitStack() as stack:

@@ -32,6 +32,9 @@ from practicum.reward.worker import RewardLoopWorker
 # Out at a time: one batch that is computed and one that waits behind it.
 _QUESTIONS_PER_SERVER = 64
 _MOST_ATTEMPTS = 3  # as the router has it
+# Calls of an async function in one process. Each has its time from when it is handed over: with many more, those with
+# some work of their own would hold each other up beyond it.
+_MOST_COROUTINES = 128
 
 
 def check_reward(config: RewardConfig) -> Rubric:
@@ -77,7 +80,7 @@ def open_reward_centre(
             timeout_s=config.timeout_s,
             num_processes=max(1, num_processes // controller.world_size),
             memory_bytes=config.memory_mb << 20,
-            **_coroutines(config, controller),
+            num_coroutines=config.limits.concurrency or _MOST_COROUTINES,
             targets=targets,
             limits_at=None if keeper is None else keeper.address,
             cache_folder=None if config.cache.folder is None else str(Path(config.cache.folder).resolve()),
@@ -99,11 +102,6 @@ def _num_cores(controller: Controller) -> int:
     if controller.pool is None:
         return num_cores()
     return int(ray.cluster_resources().get("CPU", 1))
-
-
-def _coroutines(config: RewardConfig, controller: Controller) -> dict[str, int]:
-    most = config.limits.concurrency
-    return {} if most is None else {"num_coroutines": -(-most // controller.world_size)}
 
 
 def _window(num_servers: int, controller: Controller) -> int:

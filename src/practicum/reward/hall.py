@@ -39,8 +39,7 @@ class HallSettings:
     num_processes: int = 1
     memory_bytes: int = 2048 << 20
     num_coroutines: int = 128
-    """Calls of an async function at a time. Each has its time from when it is handed over: with many more, those with
-    some work of their own would hold each other up beyond it."""
+    """Calls of an async function at a time."""
     targets: Mapping[str, Target] = field(default_factory=dict)
     """Who is asked over HTTP, by the names that graders have for them."""
     limits_at: tuple[str, int] | None = None
@@ -82,7 +81,7 @@ class GradingHall:
     def takes_lists(self) -> bool:
         """Whether some grader is to see the samples of a stack together."""
         graders = [term.grader for term in self._rubric.terms]
-        return any(isinstance(grader, UserFunction) and grader.loaded().takes_list for grader in graders)
+        return any(isinstance(grader, UserFunction) and grader.shape.takes_list for grader in graders)
 
     async def close(self) -> None:
         await self._open.aclose()
@@ -137,12 +136,12 @@ class GradingHall:
             return RuleDesk(term)
         if not isinstance(grader, UserFunction):
             return ProcessDesk(pools[is_async], index, timeout_s, None)  # our own graders ask nobody
-        kind = ListDesk if grader.loaded().takes_list else ProcessDesk
+        kind = ListDesk if grader.shape.takes_list else ProcessDesk
         return kind(pools[is_async], index, timeout_s, limits)
 
 
 def _pool_of(term: Term) -> bool | None:
     """Whether a term is graded among coroutines; None if it needs no process."""
     if isinstance(term.grader, UserFunction):
-        return term.grader.loaded().is_async
+        return term.grader.shape.is_async
     return False if isinstance(term.grader, IsolatedGrader) else None

@@ -33,6 +33,7 @@ _LOOK_EVERY_S = 1.0
 _ANSWER_S = 60.0  # a worker that takes longer to say how far it is hangs
 _MOST_RESTARTS = 2
 _PIECES_PER_WORKER = 8
+_MANY, _HEAD = 512, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,11 @@ class GradingRound:
             return
         stacks = self._stacks(places)
         try:
+            if len(places) > _MANY:  # some go ahead, so that nobody waits until the rest is packed
+                self._unheard.append(
+                    self._workers.map_async(RewardLoopWorker.grade, [s.first(_HEAD) for s in stacks], 0.0)
+                )
+                stacks = [stack.rest(_HEAD) for stack in stacks]
             self._unheard.append(self._workers.map_async(RewardLoopWorker.grade, stacks, wait_s))
         except WorkerDied as death:
             self._bring_back(death)

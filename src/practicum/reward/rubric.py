@@ -13,6 +13,7 @@ from practicum.errors import RewardError
 from practicum.reward.graders import make_grader
 from practicum.reward.graders.base import Grader, Rule
 from practicum.reward.graders.function import UserFunction
+from practicum.reward.graders.probe import probe_function
 from practicum.reward.graders.remote import OWN_MODEL, RemoteGrader
 from practicum.types import Prompt, Sample, Score
 
@@ -28,9 +29,8 @@ class Term:
     @property
     def identity(self) -> str:
         """All that decides the score of a sample."""
-        source = self.grader.source() if isinstance(self.grader, UserFunction) else ""
         options = self.grader.model_dump(mode="json")
-        return json.dumps([type(self.grader).__name__, self.grader.version, options, source], sort_keys=True)
+        return json.dumps([type(self.grader).__name__, self.grader.version, options], sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Rubric:
     @classmethod
     def make(cls, config: RewardConfig) -> Rubric:
         """Raises RewardError that names the term, the grader or the option."""
-        default = _terms(config.all_terms, "reward")
+        default = _terms(config.all_terms, "reward.terms" if config.terms else "reward")
         by_source = {name: _terms(terms, f"reward.sources.{name}") for name, terms in config.sources.items()}
         rubric = cls(default, by_source)
         rubric._check_model(config)
@@ -125,7 +125,8 @@ def _sum(terms: Sequence[Term]) -> str:
 
 
 def _terms(configs: Sequence[TermConfig], where: str) -> tuple[Term, ...]:
-    terms = tuple(_term(config, f"{where}.terms[{index}]") for index, config in enumerate(configs))
+    places = ["reward"] if where == "reward" else [f"{where}[{index}]" for index in range(len(configs))]
+    terms = tuple(_term(config, place) for config, place in zip(configs, places, strict=False))
     names = [term.name for term in terms]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -138,8 +139,7 @@ def _term(config: TermConfig, where: str) -> Term:
         place, _, function = config.function.rpartition(":")
         # Workers may start in another folder.
         spec = f"{Path(place).resolve()}:{function}" if place.endswith(".py") else config.function
-        grader: Grader = UserFunction(function=spec)
-        UserFunction(function=config.function).prepare()  # errors in the user's own words
+        grader = UserFunction(function=spec, shape=probe_function(config.function))
         return Term(config.name or function, config.weight, grader)
     assert config.grader is not None
     return Term(config.name or config.grader, config.weight, make_grader(config.grader, config.options, where))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, SupportsFloat
 
@@ -30,7 +31,7 @@ def _from_mapping(fields: Mapping[str, Any]) -> Score:
     if "score" not in fields:
         raise ValueError(f"{_short(fields)} has no 'score'")
     others = {name: value for name, value in fields.items() if name not in ("score", "parts", "status", "reason")}
-    numbers = {str(name): float(value) for name, value in others.items() if _is_number(value)}
+    numbers = _parts({name: value for name, value in others.items() if _is_number(value)})
     return Score(score_of(fields["score"]).value, parts=numbers | _parts(fields.get("parts", {})))
 
 
@@ -38,7 +39,7 @@ def _parts(given: Any) -> dict[str, float]:
     if not isinstance(given, Mapping):
         raise ValueError(f"'parts' must map names to numbers, not be {_short(given)}")
     for name, value in given.items():
-        if not _is_number(value):
+        if not _is_number(value) or not math.isfinite(value):
             raise ValueError(f"part {name!r} is {_short(value)}, not a number")
     return {str(name): float(value) for name, value in given.items()}
 

@@ -25,6 +25,7 @@ _STOP_S = 10.0
 _AT_A_TIME = 32
 _RULES_S = 0.05
 _FEW = 128  # samples
+_HANDFUL = 256  # finished samples that are worth a way to the manager
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,12 @@ class Stack:
     round: int
     places: Sequence[int]
     samples: Sequence[Sample]
+
+    def first(self, num: int) -> Stack:
+        return Stack(self.round, self.places[:num], self.samples[:num])
+
+    def rest(self, num: int) -> Stack:
+        return Stack(self.round, self.places[num:], self.samples[num:])
 
     def __reduce__(self) -> Any:
         packed: PackedSamples | bytes | None = PackedSamples.of(self.samples) if self.samples else None
@@ -100,12 +107,12 @@ class RewardLoopWorker(Worker):
         return self.collect(wait_s)
 
     def collect(self, wait_s: float) -> Handout:
-        """What has been finished since the last time; waits up to `wait_s` for all of it."""
+        """What has been finished since the last time; waits up to `wait_s` for all of it, or for a good part."""
         if self._hall is None:
             self._grade_by_rule(max(wait_s, _RULES_S))
             wait_s = 0.0
         with self._news:
-            self._news.wait_for(lambda: self._num_left == 0, wait_s)
+            self._news.wait_for(lambda: self._num_left == 0 or len(self._graded) >= _HANDFUL, wait_s)
             graded, self._graded = self._graded, []
             return Handout(graded, self._num_left)
 
@@ -187,7 +194,7 @@ class RewardLoopWorker(Worker):
             if round_number == self._round:
                 self._graded.append((place, graded))
                 self._num_left -= 1
-                if self._num_left == 0:
+                if self._num_left == 0 or len(self._graded) == _HANDFUL:
                     self._news.notify_all()
 
     async def _cancel_all(self) -> None:

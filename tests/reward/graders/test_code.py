@@ -124,8 +124,12 @@ def test_results_of_functions_are_compared_outside(text: str) -> None:
     assert grade(text, {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}).value == 0.0
 
 
+def test_a_block_that_says_it_is_python_is_taken_before_one_that_shows_output() -> None:
+    assert last_block("```python\ncode\n```\nOutput:\n```\n3\n```") == "code\n"
+
+
 def test_last_block() -> None:
-    assert last_block("x\n```python\na = 1\n```\ny\n```\nb = 2\n```\nz") == "b = 2\n"
+    assert last_block("x\n```\na = 1\n```\ny\n```\nb = 2\n```\nz") == "b = 2\n"
     assert last_block("```py\ncut off = 1") == "cut off = 1"
     assert last_block("no block") == "no block"
 
@@ -144,7 +148,8 @@ BAD = [
     ({}, "a dict with nothing"),
     ({"answer": 1}, "a dict with answer"),
     (["assert f("], "test 0 is no Python"),
-    (["assert f()", "# none"], "test 1 is empty"),
+    ("126", "test 0 asserts and calls nothing, so that any answer would pass: '126'"),
+    (["assert f()", "# none"], "test 1 asserts and calls nothing"),
     ({"tests": ["assert f()"], "entry_points": "f"}, "entry_points must be a list"),
     ({"inputs": ["1"]}, "inputs and outputs must be lists of the same length"),
     ({"inputs": ["1"], "outputs": []}, "inputs and outputs must be lists of the same length"),
@@ -189,3 +194,70 @@ def test_it_can_travel_to_a_worker_after_use() -> None:
 def test_good_ground_truths_are_accepted() -> None:
     for truth in (ASSERTS, "assert True", SUMS, CALLS, json.dumps(SUMS), {"inputs": [["1", "2"]], "outputs": ["3"]}):
         Code().check(Prompt("p", text="?", answer=truth))
+
+
+CLASS = "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int"
+OWN_ERROR = "class Mine(Exception): pass\ndef f(): raise Mine('x')"
+CATCHES = "try:\n    f()\n    assert 0\nexcept Mine:\n    pass"
+MANAGER = "class C:\n    def __enter__(self): return 3\n    def __exit__(self, *e): pass"
+
+
+@isolated
+@pytest.mark.parametrize(
+    ("text", "test"),
+    [
+        (CLASS, "assert P(1) == P(1) and isinstance(P(1), P)"),
+        (OWN_ERROR, CATCHES),
+        ("class P:\n    def f(self): return 1", "class R(P): pass\nassert R().f() == 1"),
+        ("async def f(x): return x + 1", "import asyncio\nassert asyncio.run(f(1)) == 2"),
+        (MANAGER, "with C() as x:\n    pass\nassert x == 3"),
+    ],
+)
+def test_what_cannot_cross_over_is_never_a_zero_and_can_be_run_together(text: str, test: str) -> None:
+    apart = grade(text, [test])
+    assert apart.value == 1.0 or (apart.status == "invalid" and "set the option tests: together" in apart.reason)
+    assert grade(text, [test], tests="together").value == 1.0
+    broken = (
+        text.replace("    x: int", "    pass").replace("return", "raise ValueError or").replace("Mine('x')", "KeyError")
+    )
+    assert grade(broken, [test], tests="together").value == 0.0
+
+
+@isolated
+def test_a_wrong_object_that_is_only_asked_for_something_is_a_zero() -> None:
+    wrong = "class Solution:\n    def add(self, a, b): return a - b"
+    assert grade(wrong, ["assert Solution().add(1, 2) == 3", "s = Solution()\nassert s.add(1, 1) == 2"]).value == 0.0
+
+
+@isolated
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os\nos._exit(0)",
+        "import sys\nsys.exit(0)",
+        "print('passed')\nraise SystemExit",
+        "import os\nos.write(1, b'passed')\nos._exit(0)",
+    ],
+)
+def test_together_too_leaving_early_proves_nothing(text: str) -> None:
+    assert grade(text, ["assert add(1, 2) == 3"], tests="together").value == 0.0
+
+
+@isolated
+def test_an_answer_cannot_say_what_pythons_own_names_mean_to_a_test() -> None:
+    text = """
+import sys
+def zero(*a): return 0
+frame = sys._getframe(1)
+while frame and 'peer' not in frame.f_locals:
+    frame = frame.f_back
+peer = frame.f_locals['peer']
+act = type(peer).act
+def patched(self, what, *rest):
+    if what == 'names':
+        return {'area': zero, '__builtins__': {'abs': zero}, 'abs': zero}
+    return act(self, what, *rest)
+type(peer).act = patched
+def area(r): return 0
+"""
+    assert grade(text, ["assert abs(area(2) - 12.566) < 1e-2"]).value == 0.0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from practicum.errors import RewardError
-from practicum.reward.graders.function import UserFunction, load_function
+from practicum.reward.graders.function import load_function, source_of
 from practicum.types import Score
 from tests.reward.halls import REWARDS, function, graded_in_hall, samples_of
 
@@ -30,6 +30,7 @@ def grade(name: str, timeout_s: float = 5.0, samples: Any = None) -> list[Score]
         ("how_many_at_once", [4.0] * 4),
         ("compute_score", [0.0, 1.0, 0.0, 0.0]),
         ("compute_score_async", [0.0, 1.0, 0.0, 0.0]),
+        ("compute_score_of_less", [0.0, 1.0, 0.0, 0.0]),
         ("an_object", [3.0] * 4),
         ("an_async_object", [4.0] * 4),
         ("a_partial", [3.0] * 4),
@@ -123,7 +124,7 @@ def test_one_useless_value_in_a_list_costs_its_own_sample() -> None:
         (f"{REWARDS}:REWARDS", "has no function 'REWARDS'"),
         (f"{REWARDS}:takes_two", "cannot be called with one sample"),
         (f"{REWARDS}:takes_none", "cannot be called with one sample"),
-        (f"{REWARDS}:compute_score_of_less", "verl's def compute_score(data_source, solution_str"),
+        (f"{REWARDS}:compute_score_of_more", "verl's def compute_score(data_source, solution_str"),
         ("builtins:max", "does not say what it takes"),
         ("no_such_package.module:grade", "import raised ModuleNotFoundError"),
         ("just_a_name", "write path/to/file.py:function"),
@@ -147,10 +148,11 @@ def test_a_file_that_fails_on_import_says_how(tmp_path: Path, text: str) -> None
 def test_the_state_of_the_file_is_part_of_what_tells_functions_apart(tmp_path: Path) -> None:
     file = tmp_path / "changing.py"
     file.write_text("def grade(sample): return 1.0")
-    first = UserFunction(function=f"{file}:grade").source()
-    assert UserFunction(function=f"{file}:grade").source() == first
+    graded = load_function(f"{file}:grade").function
+    first = source_of(graded)
+    assert source_of(graded) == first
     file.write_text("def grade(sample): return 2.0")
-    assert UserFunction(function=f"{file}:grade").source() != first
-    sources = {UserFunction(function=function(name)).source() for name in ("length", "an_object", "a_partial")}
+    assert source_of(graded) != first
+    sources = {source_of(load_function(function(name)).function) for name in ("length", "an_object", "a_partial")}
     assert len(sources) == 1 and sources != {""}
-    assert UserFunction(function="math:floor").source() == ""
+    assert source_of(load_function("math:floor").function) == ""

@@ -30,6 +30,7 @@ import json
 import marshal
 import math
 import re
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ from practicum.reward.sandbox import Limits, Outcome, Sandbox
 from practicum.reward.sandbox import box as sandbox_box
 from practicum.types import Prompt, Sample, Score
 
-FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
 RUN = "import marshal; exec(marshal.load(open({name!r}, 'rb')), globals()); main()"
 
 
@@ -56,6 +57,7 @@ class Tests:
     stdins: list[bytes]
     harness: str | None  # None: the answer is a program of its own
     passed: Callable[[int, Outcome], bool]
+    blocks: list[str] | None = None  # the test code, where that is what they are
 
 
 class UnusableTest(ValueError):
@@ -71,8 +73,13 @@ class Code(IsolatedGrader):
 
     score: Literal["share", "all"] = "share"
     """share: the part of the tests that pass. all: 1 if every test passes, else 0; stops at the first that fails."""
+    tests: Literal["apart", "together"] = "apart"
+    """apart: asserts run in another process than the answer, which cannot fake success; a test that handles classes or
+    coroutines of the answer in ways that cannot cross over, and fails, makes the sample invalid. together: in one
+    process, as test code is usually run; an answer that sets out to can fake success."""
     take: Literal["last_block", "text"] = "last_block"
-    """last_block: the last ``` block of the answer, or all of it where there is none. text: always all of it."""
+    """last_block: the last ``` block of the answer that says it is Python, or else the last one, or else all of it.
+    text: always all of it."""
     tolerance: float = Field(default=0.0, ge=0)
     """Numbers in outputs and results may differ from the expected ones by this, relative or absolute."""
     total_s: float = Field(default=5.0, gt=0)
@@ -85,7 +92,7 @@ class Code(IsolatedGrader):
     """Runs answers WITHOUT isolation where the machine offers none. Only for code you would run yourself."""
 
     def check(self, prompt: Prompt) -> None:
-        read_tests(prompt.answer, self.tolerance)
+        read_tests(prompt.answer, self.tolerance, self.tests)
 
     def longest_s(self) -> float:
         return self.total_s + self.limits.wall_s
@@ -99,7 +106,7 @@ class Code(IsolatedGrader):
 
     def grade(self, sample: Sample) -> Score:
         try:
-            tests = read_tests(sample.prompt.answer, self.tolerance)
+            tests = read_tests(sample.prompt.answer, self.tolerance, self.tests)
         except ValueError as error:
             return Score.failed("invalid", f"prompt {sample.prompt.id}: {error}")
         source = sample.text if self.take == "text" else last_block(sample.text)
@@ -124,6 +131,8 @@ class Code(IsolatedGrader):
         with contextlib.closing(self.sandbox.run_each(files, argv, tests.stdins)) as outcomes:
             for index, outcome in enumerate(outcomes):
                 passed = tests.passed(index, outcome)
+                if not passed and tests.blocks is not None and self.tests == "apart":
+                    refuse_what_cannot_cross(index, tests.blocks[index], source)
                 yield passed
                 if (self.score == "all" and not passed) or time.monotonic() >= deadline:
                     return
@@ -136,12 +145,13 @@ def harness_code(name: str) -> bytes:
 
 
 def last_block(text: str) -> str:
-    """The last fenced block; one that the answer left open reaches to its end."""
-    blocks = FENCE.findall(text)
-    return str(blocks[-1]) if blocks else text
+    """The last fenced block, of those that say they are Python if any do; one left open reaches to the end."""
+    blocks: list[tuple[str, str]] = FENCE.findall(text)
+    marked = [code for language, code in blocks if language.strip().lower() in ("python", "py", "python3")]
+    return marked[-1] if marked else blocks[-1][1] if blocks else text
 
 
-def read_tests(truth: Any, tolerance: float) -> Tests:
+def read_tests(truth: Any, tolerance: float, tests: Literal["apart", "together"] = "apart") -> Tests:
     """ValueError, in words for whoever wrote the data, when the ground truth is none of the known forms."""
     if isinstance(truth, str) and truth.lstrip()[:1] in ("[", "{"):
         with contextlib.suppress(json.JSONDecodeError):
@@ -161,8 +171,12 @@ def read_tests(truth: Any, tolerance: float) -> Tests:
         )
     for index, block in enumerate(blocks):
         check_block(index, block)
+    if tests == "together":
+        proof = secrets.token_hex()
+        stdins = [json.dumps({"test": block, "proof": proof}).encode() for block in blocks]
+        return Tests(stdins, "together", lambda index, outcome: outcome.stdout == proof.encode(), blocks)
     requests = [{"test": block, "entry_points": entry_points} for block in blocks]
-    return Tests([json.dumps(request).encode() for request in requests], "judge", judged)
+    return Tests([json.dumps(request).encode() for request in requests], "judge", judged, blocks)
 
 
 def describe(truth: Any) -> str:
@@ -176,8 +190,40 @@ def check_block(index: int, block: str) -> None:
         tree = ast.parse(block)
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"test {index} is no Python: {error}") from None
-    if not tree.body:
-        raise ValueError(f"test {index} is empty")
+    if not any(isinstance(node, ast.Assert | ast.Raise | ast.Call) for node in ast.walk(tree)):
+        raise ValueError(f"test {index} asserts and calls nothing, so that any answer would pass: {block!r:.80}")
+
+
+def refuse_what_cannot_cross(index: int, block: str, source: str) -> None:
+    """Raises UnusableTest if a failed test may have failed because it was run apart from the answer."""
+    try:
+        answer = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return  # then that is why
+    classes = {node.name for node in answer.body if isinstance(node, ast.ClassDef)}
+    coroutines = {node.name for node in answer.body if isinstance(node, ast.AsyncFunctionDef)}
+    name = odd_use(ast.parse(block), classes) or next(
+        (node.id for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Name) and node.id in coroutines), None
+    )
+    if name is not None:
+        raise UnusableTest(
+            f"test {index} failed, perhaps only because it was run apart from the answer, whose {name} cannot cross "
+            "over: set the option tests: together"
+        )
+
+
+def odd_use(test: ast.AST, classes: set[str]) -> str | None:
+    """A class of the answer that the test does more with than make an object and ask that for something."""
+    for parent in ast.walk(test):
+        for child in ast.iter_child_nodes(parent):
+            if isinstance(child, ast.Call) and isinstance(child.func, ast.Name) and child.func.id in classes:
+                if not isinstance(parent, ast.Attribute | ast.Assign | ast.AnnAssign):
+                    return child.func.id
+            elif isinstance(child, ast.Name) and child.id in classes:
+                is_called = isinstance(parent, ast.Call) and parent.func is child
+                if not is_called:
+                    return child.id
+    return None
 
 
 def judged(index: int, outcome: Outcome) -> bool:

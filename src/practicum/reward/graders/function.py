@@ -5,7 +5,8 @@
     def grade(samples: list[Sample]) -> list[...]         several at once (also async)
     def compute_score(data_source, solution_str, ground_truth, extra_info)      as written for verl (also async)
 
-The file is loaded once in a small process from which the others are forked: it must not use a GPU while it is imported.
+The file is imported in a small process from which those that call the function are forked, and before that once in a
+process that is thrown away, to learn its signature: it must not use a GPU while it is imported.
 """
 
 from __future__ import annotations
@@ -24,52 +25,56 @@ from typing import Any, get_origin
 
 from pydantic import Field
 
+from practicum.config import Section
 from practicum.errors import RewardError
 from practicum.reward.graders.base import Grader
 from practicum.reward.values import score_of
 from practicum.types import Sample, Score
 
-_VERL = {"data_source", "solution_str", "ground_truth", "extra_info"}
+_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+class FunctionShape(Section):
+    """What the signature of a function says of how to call it."""
+
+    is_async: bool
+    """Whether it is a coroutine function."""
+    takes_list: bool
+    """Whether it takes several samples at once."""
+    fields: tuple[str, ...] = ()
+    """The fields of a sample that it takes under verl's names; none: it takes the sample itself."""
+    source: str = ""
+    """Tells one state of its file from another."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """A user's function and what its signature says of how to call it."""
+    """A user's function and how to call it."""
 
     name: str
     function: Callable[..., Any]
-    is_async: bool
-    takes_list: bool
-    by_field: bool  # takes the fields of a sample under verl's names
+    shape: FunctionShape
 
     def call(self, given: Sample | list[Sample]) -> Any:
         """What the function returns: a value, as many values as samples, or a coroutine of either."""
-        if self.by_field:
+        if self.shape.fields:
             assert isinstance(given, Sample)
-            return self.function(**_fields(given))
+            fields = _fields(given)
+            return self.function(**{name: fields[name] for name in self.shape.fields})
         return self.function(given)
 
 
 class UserFunction(Grader):
     function: str = Field(min_length=1)
     """path/to/file.py:name or package.module:name."""
+    shape: FunctionShape
+    """Found out by `probe_function`, so that only the processes that call it need import it."""
 
     def prepare(self) -> None:
         self.loaded()
 
     def loaded(self) -> RewardFunction:
         return load_function(self.function)
-
-    def source(self) -> str:
-        """Tells one state of the function's file from another."""
-        function = inspect.unwrap(self.loaded().function)
-        if isinstance(function, functools.partial):
-            function = function.func
-        try:
-            file = inspect.getsourcefile(function if inspect.isroutine(function) else type(function))
-        except TypeError:  # written in C: it comes with a version of Python or of a package
-            return ""
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
 
     def grade(self, sample: Sample) -> Score:
         return score_of(self.loaded().call(sample))
@@ -89,6 +94,18 @@ class UserFunction(Grader):
         if len(values) != expected:
             raise ValueError(f"returned {len(values)} scores for {expected} samples")
         return [_score_or_failure(value) for value in values]
+
+
+def source_of(function: Callable[..., Any]) -> str:
+    """Of the file it is written in."""
+    function = inspect.unwrap(function)
+    if isinstance(function, functools.partial):
+        function = function.func
+    try:
+        file = inspect.getsourcefile(function if inspect.isroutine(function) else type(function))
+    except TypeError:  # written in C: it comes with a version of Python or of a package
+        return ""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
 
 
 def _score_or_failure(value: Any) -> Score:
@@ -155,10 +172,10 @@ def _checked(spec: str, function: Callable[..., Any]) -> RewardFunction:
         signature = inspect.signature(function)
     except ValueError:
         raise RewardError(f"reward.function={spec!r} does not say what it takes: write a Python function.") from None
-    by_field = _VERL & set(signature.parameters) >= {"solution_str", "ground_truth"}
+    fields = _verl_fields(signature)
     try:
-        if by_field:
-            signature.bind(**dict.fromkeys(_VERL))
+        if fields:
+            signature.bind(**dict.fromkeys(fields))
         else:
             signature.bind(object())
     except TypeError as error:
@@ -169,13 +186,21 @@ def _checked(spec: str, function: Callable[..., Any]) -> RewardFunction:
         ) from None
     annotation = next(iter(signature.parameters.values())).annotation
     called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
-    return RewardFunction(
-        name=spec,
-        function=function,
+    shape = FunctionShape(
         is_async=inspect.iscoroutinefunction(inspect.unwrap(called)),
-        takes_list=not by_field and _is_list(annotation),
-        by_field=by_field,
+        takes_list=not fields and _is_list(annotation),
+        fields=fields,
     )
+    return RewardFunction(spec, function, shape)
+
+
+def _verl_fields(signature: inspect.Signature) -> tuple[str, ...]:
+    """Those it takes, if it is written for verl."""
+    names = set(signature.parameters)
+    if not names >= {"solution_str", "ground_truth"}:
+        return ()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    return tuple(name for name in _VERL if takes_any or name in names)
 
 
 def _is_list(annotation: Any) -> bool:

@@ -13,6 +13,7 @@ import resource
 import signal
 import socket
 import struct
+import traceback
 from collections.abc import Callable, Coroutine, Generator
 from mmap import mmap
 from typing import Any
@@ -61,6 +62,7 @@ def serve(connection: socket.socket, board: Blackboard, run: Callable[[Any], Any
 
 def _one_by_one(connection: socket.socket, board: Blackboard, run: Callable[[Any], Any], worn: int) -> None:
     unpacker = Unpacker()
+    home = os.getcwd()
     while (messages := receive(connection, unpacker)) is not None:
         for number, job in messages:
             board.write(number)
@@ -70,6 +72,7 @@ def _one_by_one(connection: socket.socket, board: Blackboard, run: Callable[[Any
             board.write(NOBODY)  # not before: if the job has closed the connection, that is its fault
             if spent:
                 return
+            os.chdir(home)  # wherever the job has gone
 
 
 def _outcome(number: int, call: Callable[[], Any]) -> tuple[int, bool, Any]:
@@ -87,13 +90,20 @@ def _sendable(reply: tuple[int, bool | None, Any], is_spent: bool) -> bytes:
 
 
 def described(error: BaseException) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    """What was raised, and in which line."""
+    try:
+        text = str(error)
+    except Exception as broken:  # an exception of the user's own making may break here too
+        text = f"(its text cannot be had: {type(broken).__name__})"
+    name = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if len(frames) > 1 else ""
+    return name + where
 
 
 def _is_spent(reply: tuple[int, bool | None, Any]) -> bool:
     """Whether it ran out of memory: what is left may be in pieces."""
-    return reply[1] is False and reply[2].split(":")[0].endswith("MemoryError")
+    return reply[1] is False and reply[2].split(":")[0].split(" ")[0].endswith("MemoryError")
 
 
 class _AsyncChild:

@@ -104,14 +104,15 @@ class ProcessPool:
         self._broken: str | None = None  # why no process can be had any more
         self._chores: set[asyncio.Task[None]] = set()
         self._is_async = limits.capacity > 1
-        self._room = asyncio.Semaphore(size * limits.capacity)
+        # Before a gate: as many as there is room for and as many again, so that who comes next already waits there.
+        self._room = asyncio.Semaphore(2 * size * limits.capacity)
 
     async def start(self) -> None:
         """Raises RewardError if the work cannot be made ready."""
         await self._link.start()
 
     async def run(self, payload: Any, timeout_s: float, gate: Gate | None = None) -> JobResult:
-        """The job's result, or `JobFailed`. A gate is passed when a process is free; what it raises comes through."""
+        """The job's result, or `JobFailed`. A gate is passed when its turn is near; what that raises comes through."""
         number = next(self._numbers)
         message = packed((number, payload))
         if gate is None:

@@ -288,7 +288,9 @@ def hold_answer(peer: Peer, source: str) -> None:
     nothing = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)
-    namespace: dict[str, Any] = {"__name__": "solution", "__builtins__": builtins}
+    module = sys.modules["solution"] = types.ModuleType("solution")  # where dataclasses look for it
+    namespace = module.__dict__
+    namespace["__builtins__"] = builtins
     try:
         exec(compile(source, "solution.py", "exec"), namespace)
     except BaseException as error:

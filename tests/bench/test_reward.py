@@ -115,8 +115,9 @@ def test_quick_and_full_runs_have_the_same_cases() -> None:
 @pytest.mark.parametrize(
     ("case", "started"),
     [
-        ("math", {"practicum": [MATH], "bare": [MATH], "verl": [MATH_IN_THREAD]}),
-        ("async", {"practicum": [ASYNC], "verl (rate_limited)": [ASYNC]}),
+        ("rule", {"practicum": [RULE], "verl": [RULE]}),
+        ("math", {"practicum (functions)": [MATH], "bare": [MATH], "verl": [MATH_IN_THREAD]}),
+        ("async", {"practicum (functions)": [ASYNC], "verl (rate_limited)": [ASYNC]}),
         ("raise", {"verl": [RAISE], "verl (rate_limited)": [RAISE]}),
         ("replica", {}),
     ],
@@ -127,7 +128,8 @@ def test_only_those_who_have_something_to_do_are_started(case: str, started: dic
 
 
 def test_without_a_peer_verl_is_not_started() -> None:
-    assert list(reward.contest_commands(Options(), SIZES, None, "tokenizer")) == ["practicum", "bare"]
+    started = list(reward.contest_commands(Options(), SIZES, None, "tokenizer"))
+    assert started == ["practicum", "practicum (functions)", "bare"]
 
 
 def test_a_job_survives_the_command_line() -> None:

@@ -14,6 +14,7 @@ from practicum import Config, Trainer
 from practicum.errors import ConfigError, DataError, ModelError, ResourceError, RewardError
 from practicum.loop.run_folder import read_metrics
 from practicum.models import load_model
+from tests.reward.serving.models import save_classifier
 
 MakeConfig = Callable[..., Config]
 
@@ -161,3 +162,11 @@ def test_a_failing_reward_stops_the_run_with_its_reason(make_config: MakeConfig)
     mended = make_config("resume=auto")
     assert len(list(Trainer(mended).steps())) == 2
     assert json.loads((Path(mended.trainer.run_dir) / "checkpoints/step-000002/state.json").read_text())["step"] == 2
+
+
+def test_a_reward_model_grades_a_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    model = save_classifier(tmp_path / "rm")
+    given = ("reward.grader=classifier", "reward.function=null", f"reward.model.path={model}", "trainer.steps=2")
+    reports = list(Trainer(make_config(*given)).steps())
+    assert all(report.metrics["reward/failed_share"] == 0 for report in reports)
+    assert all(report.metrics["reward/std"] > 0 for report in reports)

@@ -18,6 +18,7 @@ from practicum.reward import Progress, check_reward, open_reward_centre
 from practicum.types import Score
 from tests.reward.fakes import FakeService, hang, saying
 from tests.reward.halls import function, samples_of
+from tests.reward.serving.models import ask, save_classifier
 from tests.rewards import most_at_a_time
 
 WAIT_S = 20.0
@@ -188,3 +189,35 @@ def test_a_key_that_workers_do_not_have_is_named(here: Controller, monkeypatch: 
 def test_what_cannot_work_is_refused_before_anything_starts(keys: dict[str, Any], complaint: str) -> None:
     with pytest.raises(RewardError, match=complaint):
         check_reward(config(**keys))
+
+
+def test_a_colocated_model_is_awake_for_its_own_samples_and_asleep_after_a_failure(
+    here: Controller, tmp_path: Path
+) -> None:
+    model = save_classifier(tmp_path / "rm")
+    told: list[str] = []
+    keys: dict[str, Any] = {
+        "sources": {"chat": [{"grader": "classifier"}], "sums": [{"grader": "exact"}]},
+        "terms": [{"grader": "classifier"}, {"function": function("always_raises")}],
+        "model": {"path": str(model)},
+    }
+    with open_reward_centre(RewardConfig.model_validate(keys), here) as manager:
+        models = manager._models
+        assert models is not None and models.sleeps
+
+        def health() -> str:
+            (worker,) = models.router.workers()
+            return str(ask(worker["url"], "/health", method="GET")[1]["status"])
+
+        assert health() == "asleep"
+        with manager.round() as grading:
+            grading.add(samples_of("1", truth="1", source="sums"))  # needs no model, and does not wait for one
+            grading.add(samples_of("1+2=3", source="chat"))
+            assert health() == "asleep"
+            graded = grading.result()
+            told.append(health())
+        assert graded.scores[0] == Score(1.0) and graded.scores[1].status == "ok"
+        assert told == ["awake"] and health() == "asleep"
+        with pytest.raises(RewardError, match="the grader is on strike"):
+            manager.grade(samples_of("1", "2"))
+        assert health() == "asleep"

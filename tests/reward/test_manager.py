@@ -183,7 +183,7 @@ def test_a_round_left_by_an_exception_stops_what_it_began(local: Open) -> None:
 
 def test_progress_is_told_about_once_a_second(local: Open) -> None:
     told: list[Progress] = []
-    manager = local({"function": function("naps")}, on_progress=told.append)
+    manager = local({"function": function("naps"), "processes": 4}, on_progress=told.append)
     manager.grade(samples_of(*["0.4"] * 24))  # four at a time: 2.4 s
     assert 1 <= len(told) <= 4
     assert all(progress.num_samples == 24 for progress in told)

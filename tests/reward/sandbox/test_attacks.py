@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(isolation_problem() is not None, reason=f"no iso
 
 LIMITS = Limits(wall_s=2, cpu_s=1, memory_mb=128, disk_mb=8, num_files=64, processes=16, open_files=32, output_kb=64)
 MARK = f"practicum-attack-{os.getpid()}"
+BEFORE: set[int] = set()
 SECRET = "a secret of the machine"
 
 # Attacks call attempt(f, ...): it prints "contained", or "ESCAPED" where f did not fail.
@@ -180,8 +181,14 @@ def attack(code: str, host: list[str]) -> Outcome:
     return Sandbox(LIMITS).run({"main.py": PRELUDE + code}, ["main.py", *host])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def before() -> None:
+    """Other tests of this session may have a Ray running."""
+    BEFORE.update(process.pid for process in psutil.Process().children(recursive=True))
+
+
 def left_over() -> list[psutil.Process]:
-    mine = psutil.Process().children(recursive=True)
+    mine = [process for process in psutil.Process().children(recursive=True) if process.pid not in BEFORE]
     for process in psutil.process_iter(["cmdline"]):
         if process.pid != os.getpid() and MARK in (process.info["cmdline"] or []):
             mine.append(process)

@@ -277,9 +277,10 @@ def test_work_that_cannot_be_made_ready_says_why() -> None:
         ):
             timeout_s = 0.5 if isinstance(work, NeverReady) else 20.0
             pool = ProcessPool(work, size=1, limits=Limits(256 << 20), start_timeout_s=timeout_s)
+            before = set(psutil.Process().children())
             with pytest.raises(RewardError, match=why):
                 await pool.start()
-            assert not psutil.Process().children()
+            assert set(psutil.Process().children()) <= before
             await pool.close()
 
     run(test)

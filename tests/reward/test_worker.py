@@ -96,6 +96,19 @@ def test_a_stack_of_another_round_puts_the_last_one_aside(workers: list[RewardLo
     assert (values(handout), handout.num_left) == ({7: 1.0}, 0)
 
 
+def test_far_more_samples_than_are_under_way_at_a_time_are_all_graded(workers: list[RewardLoopWorker]) -> None:
+    worker = worker_for(workers, {"function": function("naps"), "processes": 2})
+    handout = worker.grade(stack(*["0"] * 700), 30.0)
+    seen = values(handout)
+    while handout.num_left:
+        handout = worker.collect(30.0)
+        seen |= values(handout)
+    assert seen == dict.fromkeys(range(700), 1.0)
+    worker.grade(stack(*["60"] * 700, number=1), 0.0)
+    worker.abandon()  # those that had not begun too
+    assert values(worker.grade(stack("0", number=2), 5.0)) == {0: 1.0}
+
+
 def test_a_function_of_a_list_sees_many_at_once(workers: list[RewardLoopWorker]) -> None:
     worker = worker_for(workers, {"function": function("how_many_at_once")})
     assert set(values(worker.grade(stack(*"x" * 20), 10.0)).values()) == {20.0}

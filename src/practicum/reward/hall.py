@@ -29,6 +29,8 @@ from practicum.reward.processes.work import Limits
 from practicum.reward.rubric import Rubric, Term, combined
 from practicum.types import Sample
 
+_WAITING = 64
+
 
 @dataclass(frozen=True, slots=True)
 class HallSettings:
@@ -76,6 +78,13 @@ class GradingHall:
             ran_s=sum(graded.ran_s for graded in all_graded),
             cache_hits=sum(graded.cache_hits for graded in all_graded),
         )
+
+    @property
+    def most_at_once(self) -> int:
+        """Samples that are of use here at a time: those under way, and some that wait behind them."""
+        settings = self._settings
+        windows = [target.window for target in settings.targets.values()]
+        return max(settings.num_processes, settings.num_coroutines, *windows) + _WAITING
 
     @property
     def takes_lists(self) -> bool:

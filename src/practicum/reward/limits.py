@@ -26,6 +26,7 @@ _FRAME = struct.Struct("!BQQ")  # what, ticket, tokens
 _ASK, _DONE = 1, 2
 _GRANT = struct.Struct("!Q")
 _CONNECT_S = 10.0
+_ENOUGH_BYTES = 16 * _FRAME.size
 
 Holder = tuple[Hashable, int]  # who asks, and the ticket under which
 
@@ -262,10 +263,12 @@ class LimitClient(asyncio.Protocol):
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)  # with whatever else is said in this turn of the loop
         self._unsent += _FRAME.pack(what, ticket, tokens)
+        if len(self._unsent) >= _ENOUGH_BYTES:  # the keeper can begin with these
+            self._flush()
 
     def _flush(self) -> None:
         unsent, self._unsent = self._unsent, bytearray()
-        if not self._is_lost:
+        if unsent and not self._is_lost:
             self._transport.write(bytes(unsent))
 
     def close(self) -> None:

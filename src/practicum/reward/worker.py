@@ -86,6 +86,7 @@ class RewardLoopWorker(Worker):
         self._round = -1
         self._graded: list[tuple[int, Graded]] = []
         self._unread: deque[tuple[int, Sample]] = deque()  # to be graded by rule
+        self._unbegun: deque[tuple[int, Sample]] = deque()  # for the hall
         self._tasks: set[asyncio.Task[None]] = set()
         self._news = threading.Condition()
         self._num_left = 0
@@ -170,18 +171,32 @@ class RewardLoopWorker(Worker):
 
     # In the hall's loop
 
-    def _begin(self, stack: Stack, first: int = 0) -> None:
-        """A few at a time, so that these are already under way while the next are made ready."""
-        if stack.round != self._round:
-            return  # abandoned
+    def _begin(self, stack: Stack) -> None:
+        if stack.round == self._round:  # else it was abandoned
+            self._unbegun.extend(zip(stack.places, stack.samples, strict=True))
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """A few at a time, so that these are already under way while the next are made ready.
+
+        And not more than can be of use: what is made ready early takes its time from those whose turn it is.
+        """
         assert self._hall is not None
-        last = len(stack.samples) if self._hall.takes_lists else min(first + _AT_A_TIME, len(stack.samples))
-        for index in range(first, last):
-            task = self._loop.create_task(self._grade_one(stack.round, stack.places[index], stack.samples[index]))
+        num = len(self._unbegun)
+        if not self._hall.takes_lists:
+            num = min(num, _AT_A_TIME, self._hall.most_at_once - len(self._tasks))
+        for _ in range(num):
+            place, sample = self._unbegun.popleft()
+            task = self._loop.create_task(self._grade_one(self._round, place, sample))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        if last < len(stack.samples):
-            self._loop.call_soon(self._begin, stack, last)
+            task.add_done_callback(self._one_done)
+        if self._unbegun and num == _AT_A_TIME:
+            self._loop.call_soon(self._go_on)
+
+    def _one_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._unbegun:
+            self._go_on()
 
     async def _grade_one(self, round_number: int, place: int, sample: Sample) -> None:
         assert self._hall is not None
@@ -198,6 +213,7 @@ class RewardLoopWorker(Worker):
                     self._news.notify_all()
 
     async def _cancel_all(self) -> None:
+        self._unbegun.clear()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

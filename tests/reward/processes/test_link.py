@@ -44,6 +44,23 @@ def test_a_line_carries_messages_of_any_size_both_ways_and_tells_its_end_once() 
     asyncio.run(test())
 
 
+def test_the_first_of_many_messages_are_there_before_the_last_is_sent() -> None:
+    async def test() -> None:
+        here, there = socket.socketpair()
+        line = Line(here, print, print)
+        for _ in range(100):
+            line.send(b"x" * 100)
+        there.setblocking(False)
+        early = there.recv(1 << 20)  # without giving way to the loop
+        assert len(packed(b"x" * 100)) < len(early) < 100 * len(packed(b"x" * 100))
+        await asyncio.sleep(0)
+        assert early + there.recv(1 << 20) == 100 * packed(b"x" * 100)
+        line.close()
+        there.close()
+
+    asyncio.run(test())
+
+
 def test_sending_to_an_end_that_is_gone_is_found_out_by_the_reader() -> None:
     async def test() -> None:
         here, there = socket.socketpair()

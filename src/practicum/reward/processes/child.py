@@ -18,6 +18,8 @@ from collections.abc import Callable, Coroutine, Generator
 from mmap import mmap
 from typing import Any
 
+import uvloop
+
 from practicum.reward.processes.wire import Unpacker, packed, receive
 from practicum.reward.processes.work import Limits
 
@@ -26,6 +28,7 @@ _NUMBER = struct.Struct("q")
 _PAGE = os.sysconf("SC_PAGESIZE")
 # Beyond this share of its memory a process is replaced between two jobs, so that leaks never reach the limit.
 _WORN_SHARE = 0.5
+_ENOUGH_BYTES = 1 << 10
 
 
 class Blackboard:
@@ -55,7 +58,7 @@ def serve(connection: socket.socket, board: Blackboard, run: Callable[[Any], Any
     worn = _resident_bytes() + int(_WORN_SHARE * limits.memory_bytes)
     connection.sendall(packed((NOBODY, True, None, False)))  # here I am
     if inspect.iscoroutinefunction(run):
-        asyncio.run(_AsyncChild(connection, board, run).serve())
+        uvloop.run(_AsyncChild(connection, board, run).serve())
     else:
         _one_by_one(connection, board, run, worn)
 
@@ -151,10 +154,14 @@ class _AsyncChild:
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)  # with whatever else is answered in this turn
         self._unsent += _sendable(reply, _is_spent(reply))
+        if len(self._unsent) >= _ENOUGH_BYTES:  # the pool can begin with these
+            self._flush()
 
     def _flush(self) -> None:
         """Answers are small and the pool always reads, so that waiting for room is rare and short."""
         unsent, self._unsent = self._unsent, bytearray()
+        if not unsent:
+            return  # gone already
         self._connection.setblocking(True)
         try:
             self._connection.sendall(unsent)

@@ -18,6 +18,7 @@ from practicum.reward.processes.work import Limits, Work
 
 _STOP_S = 5.0
 _READ_BYTES = 1 << 18
+_ENOUGH_BYTES = 1 << 12
 
 
 class Line:
@@ -46,6 +47,8 @@ class Line:
         if not self._unsent:
             self._loop.call_soon(self._write)  # with whatever else is sent in this turn of the loop
         self._unsent += message
+        if len(self._unsent) >= _ENOUGH_BYTES and not self._is_full:  # the other side can begin with these
+            self._write()
 
     def send_with_fds(self, message: Any, fds: list[int]) -> None:
         """For short messages to who reads at once: they are not kept."""
@@ -84,7 +87,7 @@ class Line:
         return len(data) == _READ_BYTES
 
     def _write(self) -> None:
-        if not self._is_open:
+        if not self._is_open or not self._unsent:
             return
         try:
             sent = self._connection.send(self._unsent)

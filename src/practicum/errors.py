@@ -5,10 +5,12 @@ PracticumError
 ├── DataError          a prompt file: missing, empty, or a record that cannot be used
 ├── ModelError         a model folder or hub name that cannot be loaded or trained
 ├── RewardError        a reward function that cannot be used, or too many samples that could not be graded
+├── RolloutError       a request that an engine cannot answer, or an engine that cannot be used
 ├── RouterError        a router that cannot be started, asked or told as written
 ├── TrainingError      a loss or gradient that is no longer a number
 ├── CheckpointError    a run folder that cannot be written, resumed or read
 ├── ResourceError      more processes or accelerators asked for than the machine or cluster has
+├── ProcessError       processes that may be lost cannot be started, or the work not be made ready in them
 ├── CallError          a call to a group that cannot be made: its method, role, mesh or arguments
 ├── ReplyError         replies of a call that ran but cannot be joined
 └── WorkerError        a worker raised; carries group, rank, node, pid and the remote traceback
@@ -43,6 +45,10 @@ class RewardError(PracticumError, ValueError):
     """Answers cannot be graded."""
 
 
+class RolloutError(PracticumError, ValueError):
+    """Answers cannot be written: by this engine, to this request."""
+
+
 class RouterError(PracticumError, ValueError):
     """A router cannot be started, or cannot do what it was told."""
 
@@ -57,6 +63,10 @@ class CheckpointError(PracticumError):
 
 class ResourceError(PracticumError):
     """The machine or cluster does not have what was asked for."""
+
+
+class ProcessError(PracticumError):
+    """Processes that hang or crash without harm cannot do this work."""
 
 
 class CallError(PracticumError, ValueError):

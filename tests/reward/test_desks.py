@@ -8,6 +8,8 @@ from aiohttp import web
 
 from practicum import Sample
 from practicum.config import LimitsConfig, RewardConfig
+from practicum.processes import ProcessPool
+from practicum.processes.work import Limits
 from practicum.reward.cache import ScoreCache
 from practicum.reward.client import RewardClient
 from practicum.reward.desks import Cached, Graded, IsolatedWork, ListDesk, ProcessDesk, RemoteDesk, RuleDesk
@@ -15,8 +17,6 @@ from practicum.reward.graders.endpoint import Endpoint
 from practicum.reward.graders.function import UserFunction
 from practicum.reward.graders.probe import probe_function
 from practicum.reward.limits import LimitClient, LimitKeeper
-from practicum.reward.processes import ProcessPool
-from practicum.reward.processes.work import Limits
 from practicum.reward.rubric import Rubric
 from practicum.types import Score
 from tests.reward.fakes import FakeService, run

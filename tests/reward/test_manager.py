@@ -294,7 +294,7 @@ def two_processes(ray_session: None) -> Iterator[Controller]:
 
 def fork_servers() -> list[psutil.Process]:
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if "practicum.reward.processes.server" in child.cmdline()]
+    return [child for child in children if "practicum.processes.server" in child.cmdline()]
 
 
 def test_a_worker_killed_in_the_middle_costs_no_score(two_processes: Controller, tmp_path: Path) -> None:

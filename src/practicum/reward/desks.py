@@ -16,13 +16,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from practicum.processes import JobFailed, ProcessPool, Work
 from practicum.reward.cache import ScoreCache
 from practicum.reward.client import AskFailed, RewardClient
 from practicum.reward.graders.base import IsolatedGrader
 from practicum.reward.graders.function import UserFunction
 from practicum.reward.graders.remote import RemoteGrader
 from practicum.reward.limits import LimitClient, Permit
-from practicum.reward.processes import JobFailed, ProcessPool, Work
 from practicum.reward.rubric import Term, graded_by_rule
 from practicum.types import Prompt, Sample, Score, ScoreStatus
 
@@ -63,7 +63,7 @@ Slip = tuple[Any, ...]
 
 
 def slip_of(sample: Sample) -> Slip:
-    prompt, prompt_ids, token_ids, log_probs, loss_mask, versions, text, finish_reason = sample.__reduce__()[1]
+    prompt, prompt_ids, token_ids, log_probs, loss_mask, versions, text, finish_reason, _ = sample.__reduce__()[1]
     return (
         prompt.__reduce__()[1],
         np.asarray(prompt_ids, np.int32).tobytes(),

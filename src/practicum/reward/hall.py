@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
+from practicum.errors import ProcessError, RewardError
+from practicum.processes import ProcessPool
+from practicum.processes.work import Limits
 from practicum.reward.cache import ScoreCache
 from practicum.reward.client import RewardClient, Target
 from practicum.reward.desks import (
@@ -24,8 +27,6 @@ from practicum.reward.graders.base import IsolatedGrader
 from practicum.reward.graders.function import UserFunction
 from practicum.reward.graders.remote import RemoteGrader
 from practicum.reward.limits import LimitClient
-from practicum.reward.processes import ProcessPool
-from practicum.reward.processes.work import Limits
 from practicum.reward.rubric import Rubric, Term, combined
 from practicum.types import Sample
 
@@ -121,7 +122,10 @@ class GradingHall:
             graders = {i: term.grader for i, term in enumerate(terms) if _pool_of(term) is is_async}
             if graders:
                 pool = ProcessPool(work(graders), size=size, limits=Limits(settings.memory_bytes, capacity))  # type: ignore[arg-type]
-                await pool.start()
+                try:
+                    await pool.start()
+                except ProcessError as error:
+                    raise RewardError(f"answers cannot be graded: {error}") from error
                 self._open.push_async_callback(pool.close)
                 pools[is_async] = pool
         return pools

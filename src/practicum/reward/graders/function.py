@@ -13,20 +13,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, get_origin
 
 from pydantic import Field
 
 from practicum.config import Section
 from practicum.errors import RewardError
+from practicum.functions import load_named
 from practicum.reward.graders.base import Grader
 from practicum.reward.values import score_of
 from practicum.types import Sample, Score
@@ -118,53 +115,7 @@ def _score_or_failure(value: Any) -> Score:
 @functools.lru_cache(maxsize=64)
 def load_function(spec: str) -> RewardFunction:
     """Find `path/to/file.py:name` or `package.module:name`, and check that it can be called with a sample."""
-    place, colon, name = spec.rpartition(":")
-    if not colon or not place or not name:
-        raise RewardError(f"reward.function={spec!r}: write path/to/file.py:function or package.module:function.")
-    module = _from_file(place, spec) if place.endswith(".py") else _from_import(place, spec)
-    function = getattr(module, name, None)
-    if not callable(function):
-        defined = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
-        raise RewardError(
-            f"reward.function={spec!r}: {place} has no function {name!r}; it defines {', '.join(defined) or 'none'}."
-        )
-    return _checked(spec, function)
-
-
-def _from_file(place: str, spec: str) -> ModuleType:
-    path = Path(place).resolve()
-    if not path.is_file():
-        raise RewardError(f"reward.function={spec!r}: file {place} does not exist (looked from {Path.cwd()}).")
-    _make_importable(path.parent)
-    module_name = f"practicum_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    found = importlib.util.spec_from_file_location(module_name, path)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.modules[module_name] = module
-    try:
-        found.loader.exec_module(module)
-    except BaseException as error:
-        del sys.modules[module_name]
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise RewardError(f"reward.function={spec!r}: {place} raised {type(error).__name__}: {error}") from error
-    return module
-
-
-def _from_import(place: str, spec: str) -> ModuleType:
-    _make_importable(Path.cwd())
-    try:
-        return importlib.import_module(place)
-    except Exception as error:
-        raise RewardError(f"reward.function={spec!r}: import raised {type(error).__name__}: {error}") from error
-
-
-def _make_importable(folder: Path) -> None:
-    """A reward file may import its neighbours, as it could if it were run."""
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
+    return _checked(spec, load_named(spec, key="reward.function", error=RewardError))
 
 
 def _checked(spec: str, function: Callable[..., Any]) -> RewardFunction:

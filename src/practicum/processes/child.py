@@ -20,8 +20,8 @@ from typing import Any
 
 import uvloop
 
-from practicum.reward.processes.wire import Unpacker, packed, receive
-from practicum.reward.processes.work import Limits
+from practicum.processes.wire import Unpacker, packed, receive
+from practicum.processes.work import Limits
 
 NOBODY = 0
 _NUMBER = struct.Struct("q")

@@ -17,11 +17,11 @@ from typing import Any
 import psutil
 import pytest
 
-from practicum.errors import RewardError
-from practicum.reward.processes import JobFailed, ProcessPool, Work
-from practicum.reward.processes import pool as pool_module
-from practicum.reward.processes.work import Limits
-from tests.reward.processes.works import (
+from practicum.errors import ProcessError
+from practicum.processes import JobFailed, ProcessPool, Work
+from practicum.processes import pool as pool_module
+from practicum.processes.work import Limits
+from tests.processes.works import (
     AsyncTricks,
     CannotPrepare,
     ExitsInPrepare,
@@ -278,7 +278,7 @@ def test_work_that_cannot_be_made_ready_says_why() -> None:
             timeout_s = 0.5 if isinstance(work, NeverReady) else 20.0
             pool = ProcessPool(work, size=1, limits=Limits(256 << 20), start_timeout_s=timeout_s)
             before = set(psutil.Process().children())
-            with pytest.raises(RewardError, match=why):
+            with pytest.raises(ProcessError, match=why):
                 await pool.start()
             assert set(psutil.Process().children()) <= before
             await pool.close()
@@ -399,9 +399,9 @@ def test_a_cancelled_coroutine_frees_its_place() -> None:
 OWNER = """
 import asyncio, os, sys
 sys.path[:0] = {paths!r}
-from practicum.reward.processes import ProcessPool
-from practicum.reward.processes.work import Limits
-from tests.reward.processes.works import Tricks
+from practicum.processes import ProcessPool
+from practicum.processes.work import Limits
+from tests.processes.works import Tricks
 
 async def main():
     pool = ProcessPool(Tricks(), size=2, limits=Limits(256 << 20))

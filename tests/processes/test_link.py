@@ -6,10 +6,10 @@ import signal
 import socket
 from typing import Any
 
-from practicum.reward.processes.link import Line, ServerLink
-from practicum.reward.processes.wire import Unpacker, packed
-from practicum.reward.processes.work import Limits
-from tests.reward.processes.works import Tricks
+from practicum.processes.link import Line, ServerLink
+from practicum.processes.wire import Unpacker, packed
+from practicum.processes.work import Limits
+from tests.processes.works import Tricks
 
 
 def test_a_line_carries_messages_of_any_size_both_ways_and_tells_its_end_once() -> None:

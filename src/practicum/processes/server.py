@@ -1,6 +1,6 @@
 """The fork server: a small process without threads that makes the work ready once and forks a process when asked.
 
-Started as `python -m practicum.reward.processes.server FD`. What it is told: `("fork",)` with a socket and a piece of
+Started as `python -m practicum.processes.server FD`. What it is told: `("fork",)` with a socket and a piece of
 shared memory, `("kill", pid)`. What it tells: `("ready", "")` or `("failed", why)`, then `("forked", pid)` in the order
 of the requests, and `("ended", pid, status)`.
 
@@ -25,9 +25,9 @@ from typing import Any, NoReturn
 
 import psutil
 
-from practicum.reward.processes.child import Blackboard, described, serve
-from practicum.reward.processes.wire import Unpacker, packed, receive
-from practicum.reward.processes.work import Limits, Work
+from practicum.processes.child import Blackboard, described, serve
+from practicum.processes.wire import Unpacker, packed, receive
+from practicum.processes.work import Limits, Work
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MOST_FDS = 64

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from practicum.errors import RewardError
-from practicum.reward.processes.wire import Unpacker, packed
-from practicum.reward.processes.work import Limits, Work
+from practicum.errors import ProcessError
+from practicum.processes.wire import Unpacker, packed
+from practicum.processes.work import Limits, Work
 
 _STOP_S = 5.0
 _READ_BYTES = 1 << 18
@@ -125,11 +125,11 @@ class ServerLink:
         self.is_up = False
 
     async def start(self) -> None:
-        """Raises RewardError if the server does not come up or the work cannot be made ready."""
+        """Raises ProcessError if the server does not come up or the work cannot be made ready."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "practicum.reward.processes.server", str(theirs.fileno())],
+                [sys.executable, "-m", "practicum.processes.server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -146,7 +146,7 @@ class ServerLink:
             self._process.kill()  # it would not hear that the connection is closed
         if word != "ready":
             await self.close()
-            raise RewardError(f"the grading processes cannot start: {reason}.")
+            raise ProcessError(f"its processes cannot start: {reason}.")
         self.is_up = True
 
     def fork(self, connection: socket.socket, board_fd: int) -> None:

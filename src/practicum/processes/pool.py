@@ -20,10 +20,10 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from practicum.reward.processes.child import NOBODY, Blackboard
-from practicum.reward.processes.link import Line, ServerLink
-from practicum.reward.processes.wire import packed
-from practicum.reward.processes.work import Limits, Work
+from practicum.processes.child import NOBODY, Blackboard
+from practicum.processes.link import Line, ServerLink
+from practicum.processes.wire import packed
+from practicum.processes.work import Limits, Work
 
 Gate = AbstractAsyncContextManager[Any]
 
@@ -108,7 +108,7 @@ class ProcessPool:
         self._room = asyncio.Semaphore(2 * size * limits.capacity)
 
     async def start(self) -> None:
-        """Raises RewardError if the work cannot be made ready."""
+        """Raises ProcessError if the work cannot be made ready."""
         await self._link.start()
 
     async def run(self, payload: Any, timeout_s: float, gate: Gate | None = None) -> JobResult:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from practicum.reward.processes.child import NOBODY, Blackboard, Watched, described
-from practicum.reward.processes.wire import Unpacker, packed, receive
+from practicum.processes.child import NOBODY, Blackboard, Watched, described
+from practicum.processes.wire import Unpacker, packed, receive
 
 
 @pytest.fixture
@@ -71,8 +71,8 @@ def test_errors_are_described_with_or_without_words() -> None:
 
 SERVE = """
 import os, socket, sys, resource
-from practicum.reward.processes.child import Blackboard, serve
-from practicum.reward.processes.work import Limits
+from practicum.processes.child import Blackboard, serve
+from practicum.processes.work import Limits
 
 def run(job):
     if job == "limits":

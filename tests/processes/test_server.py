@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
-from practicum.reward.processes.child import NOBODY
-from practicum.reward.processes.wire import Unpacker, packed, receive
-from practicum.reward.processes.work import Limits, Work
-from tests.reward.processes.works import CannotPrepare, Tricks
+from practicum.processes.child import NOBODY
+from practicum.processes.wire import Unpacker, packed, receive
+from practicum.processes.work import Limits, Work
+from tests.processes.works import CannotPrepare, Tricks
 
 
 class Server:
@@ -26,7 +26,7 @@ class Server:
         self.connection.settimeout(20)
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "practicum.reward.processes.server", str(theirs.fileno())],
+                [sys.executable, "-m", "practicum.processes.server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
             )
         self._unpacker = Unpacker()

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from practicum.reward.processes import Work
+from practicum.processes import Work
 
 
 class Tricks(Work):

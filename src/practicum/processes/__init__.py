@@ -1,6 +1,6 @@
 """Processes that may be lost: a job that hangs, crashes or eats memory costs its own process and nothing else."""
 
-from practicum.reward.processes.pool import JobFailed, ProcessPool
-from practicum.reward.processes.work import Work
+from practicum.processes.pool import JobFailed, ProcessPool
+from practicum.processes.work import Work
 
 __all__ = ["JobFailed", "ProcessPool", "Work"]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
 ScoreStatus = Literal["ok", "invalid", "timeout", "infra_error"]
 SCORE_STATUSES: tuple[ScoreStatus, ...] = ("ok", "invalid", "timeout", "infra_error")
 
@@ -51,19 +51,74 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How answers are drawn. Temperature 0 is greedy; `top_k=0` and `top_p=1.0` filter nothing."""
+    """How answers are drawn and when they end. Temperature 0 is greedy; `top_k=0` and `top_p=1.0` filter nothing."""
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     num_answers: int = 1
+    stop: tuple[str, ...] = ()  # an answer ends with the token that completes one of these texts
+    stop_token_ids: tuple[int, ...] = ()  # or with one of these tokens, beside the model's own end-of-text tokens
+    ignore_eos: bool = False  # the model's end-of-text tokens do not end it
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1 or self.num_answers < 1:
             raise ValueError("max_new_tokens and num_answers must be at least 1")
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
             raise ValueError("temperature and top_k must not be negative, top_p must be in (0, 1]")
+        if not all(self.stop):
+            raise ValueError("an empty text in stop would end every answer at once")
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """Which experts each token of a sequence was sent to, in every layer that routes."""
+
+    experts: NDArray[np.unsignedinteger[Any]]  # [tokens, layers, k]
+    layers: NDArray[np.int32]  # [layers], their indices in the whole model
+    known: NDArray[np.bool_]  # [tokens], False where nothing was recorded: what `experts` holds there means nothing
+
+    def __post_init__(self) -> None:
+        tokens, layers, _ = self.experts.shape
+        if tokens != len(self.known) or layers != len(self.layers):
+            raise ValueError(f"routed experts of shape {self.experts.shape} for {len(self.known)} tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One answer to one prompt. All per-token arrays are as long as `token_ids`.
+
+    Where several turns are one sample, what tools and users said in between is part of the answer, masked out.
+    """
+
+    prompt: Prompt
+    prompt_ids: NDArray[np.int32]  # [prompt]
+    token_ids: NDArray[np.int32]  # [answer], end-of-text token included when it was written
+    log_probs: NDArray[np.float32]  # [answer], of the engine that wrote it, after temperature; NaN where it did not
+    loss_mask: NDArray[np.bool_]  # [answer], True where the model wrote the token and learns from it
+    versions: NDArray[np.int32]  # [answer], weight version each token was written with; -1 where none was
+    text: str
+    finish_reason: FinishReason
+    routes: RoutedExperts | None = None  # of prompt and answer together, where the engine was told to keep them
+
+    def __post_init__(self) -> None:
+        length = len(self.token_ids)
+        if not len(self.log_probs) == len(self.loss_mask) == len(self.versions) == length:
+            raise ValueError(f"sample of prompt {self.prompt.id}: per-token arrays differ in length")
+        if len(self.prompt_ids) == 0 or (length == 0 and self.finish_reason != "abort"):
+            raise ValueError(f"sample of prompt {self.prompt.id}: has no prompt or no answer tokens")
+        if self.routes is not None and len(self.routes.known) != self.num_tokens:
+            raise ValueError(f"sample of prompt {self.prompt.id}: routes and tokens differ in number")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arrays = (self.prompt_ids, self.token_ids, self.log_probs, self.loss_mask, self.versions)
+        return Sample, (self.prompt, *arrays, self.text, self.finish_reason, self.routes)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and answer together."""
+        return len(self.prompt_ids) + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,36 +129,18 @@ class RolloutRequest:
     prompt_ids: NDArray[np.int32]  # [prompt]
     params: SamplingParams
     seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One answer to one prompt. All per-token arrays are as long as `token_ids`."""
-
-    prompt: Prompt
-    prompt_ids: NDArray[np.int32]  # [prompt]
-    token_ids: NDArray[np.int32]  # [answer], end-of-text token included when it was written
-    log_probs: NDArray[np.float32]  # [answer], of the engine that wrote it, after temperature
-    loss_mask: NDArray[np.bool_]  # [answer], True where the model wrote the token and learns from it
-    versions: NDArray[np.int32]  # [answer], weight version each token was written with
-    text: str
-    finish_reason: FinishReason
+    first_answer: int = 0  # the answers are number first_answer, first_answer + 1, ... of that seed
+    written: Sample | None = None  # what there is of the one answer: it is gone on with
+    session: str | None = None  # requests of one session belong to one conversation and are best sent to one engine
 
     def __post_init__(self) -> None:
-        length = len(self.token_ids)
-        if not len(self.log_probs) == len(self.loss_mask) == len(self.versions) == length:
-            raise ValueError(f"sample of prompt {self.prompt.id}: per-token arrays differ in length")
-        if len(self.prompt_ids) == 0 or length == 0:
-            raise ValueError(f"sample of prompt {self.prompt.id}: has no prompt or no answer tokens")
+        if self.written is not None and self.params.num_answers != 1:
+            raise ValueError(f"prompt {self.prompt.id}: one answer is gone on with, not {self.params.num_answers}")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        arrays = (self.prompt_ids, self.token_ids, self.log_probs, self.loss_mask, self.versions)
-        return Sample, (self.prompt, *arrays, self.text, self.finish_reason)
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and answer together."""
-        return len(self.prompt_ids) + len(self.token_ids)
+    def going_on(self, answer: int, aborted: Sample) -> RolloutRequest:
+        """The request that goes on with one of the answers to this one."""
+        params = replace(self.params, num_answers=1)
+        return replace(self, params=params, first_answer=self.first_answer + answer, written=aborted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +156,11 @@ class PackedSamples:
     versions: NDArray[np.int32]
     texts: list[str]
     finish_reasons: list[FinishReason]
+    routes: list[RoutedExperts | None]
 
     @classmethod
-    def of(cls, samples: Sequence[Sample]) -> PackedSamples:
-        """Of at least one sample."""
+    def of(cls, samples: Sequence[Sample], *, with_routes: bool = True) -> PackedSamples:
+        """Of at least one sample. Whoever only reads the answers has no use for the routes, which are long."""
         return cls(
             _fields_of([sample.prompt for sample in samples]),
             np.array([[len(s.prompt_ids) for s in samples], [len(s.token_ids) for s in samples]]),
@@ -133,6 +171,7 @@ class PackedSamples:
             np.concatenate([sample.versions for sample in samples]),
             [sample.text for sample in samples],
             [sample.finish_reason for sample in samples],
+            [sample.routes if with_routes else None for sample in samples],
         )
 
     def unpack(self) -> list[Sample]:
@@ -151,6 +190,7 @@ class PackedSamples:
                 versions=self.versions[answer],
                 text=self.texts[i],
                 finish_reason=self.finish_reasons[i],
+                routes=self.routes[i],
             )
             for i in range(len(prompts))
         ]

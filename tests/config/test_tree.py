@@ -109,6 +109,10 @@ def test_several_mistakes_are_reported_together() -> None:
         (["actor.micro_batch_tokens=700"], ["700", "512 + 256 = 768"]),
         (["controller.backend=local", "trainer.num_workers=2"], ["local", "num_workers=1"]),
         (["validation.every=5"], ["data.validation"]),
+        (
+            ["rollout.placement=standalone", "reward.model.path=rm", "reward.model.placement=standalone"],
+            ["rollout.replicas and reward.model.replicas", "set one of them to a number"],
+        ),
         (["reward.function=f.py:g"], ["exactly one of reward.grader, reward.function and reward.terms"]),
     ],
 )
@@ -148,7 +152,7 @@ def test_every_key_is_read_somewhere() -> None:
     others = "\n".join(path.read_text() for path in source.rglob("*.py") if path.parent.name != "config")
     tree = (source / "config" / "tree.py").read_text()
     derived = tree.split("def samples_per_step")[1]
-    sampling = tree.split("def sampling")[1].split("class ")[0]
+    sampling = (source / "config" / "rollout.py").read_text().split("def sampling")[1]
     terms = (source / "config" / "reward.py").read_text().split("def all_terms")[1]
     for key in known_keys():
         leaf = key.rpartition(".")[2]

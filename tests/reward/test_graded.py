@@ -48,6 +48,15 @@ def test_a_failure_leaves_out_the_sample_or_its_group() -> None:
     assert batch(samples, graded, "drop_group", groups=[0, 0, 1, 0]).kept == [False, False, True, False]
 
 
+def test_samples_that_were_graded_in_another_order_come_to_their_places() -> None:
+    samples = [make_sample(answer=n) for n in (1, 2, 3)]
+    graded = [Graded(Score(1.0)), Graded(Score.failed("invalid", "?")), Graded(Score(3.0))]
+    there = batch(samples, graded).in_places([2, 0, 1])
+    assert [score.value for score in there.scores] == [None, 3.0, 1.0]
+    assert there.kept == [False, True, True]
+    assert [None if row is None else len(row) for row in there.token_rewards] == [None, 3, 1]
+
+
 def test_the_report_counts_what_happened() -> None:
     graded = [Graded(Score(1.0), 0.5, 1.0, cache_hits=1), FAILED, Graded(Score.failed("invalid", "x"), 1.0, 2.0)]
     made = report(graded)

@@ -2,6 +2,7 @@
 
 from practicum.config.base import Section
 from practicum.config.reward import CacheConfig, LimitsConfig, RewardConfig, RewardModelConfig, TermConfig
+from practicum.config.rollout import AgentConfig, OpenAIConfig, RolloutConfig, VllmConfig
 from practicum.config.tree import (
     ActorConfig,
     AlgorithmConfig,
@@ -9,7 +10,6 @@ from practicum.config.tree import (
     ControllerConfig,
     DataConfig,
     ModelConfig,
-    RolloutConfig,
     TrainerConfig,
     ValidationConfig,
     known_keys,
@@ -18,6 +18,7 @@ from practicum.config.tree import (
 
 __all__ = [
     "ActorConfig",
+    "AgentConfig",
     "AlgorithmConfig",
     "CacheConfig",
     "Config",
@@ -25,6 +26,7 @@ __all__ = [
     "DataConfig",
     "LimitsConfig",
     "ModelConfig",
+    "OpenAIConfig",
     "RewardConfig",
     "RewardModelConfig",
     "RolloutConfig",
@@ -32,6 +34,7 @@ __all__ = [
     "TermConfig",
     "TrainerConfig",
     "ValidationConfig",
+    "VllmConfig",
     "known_keys",
     "section_of",
 ]

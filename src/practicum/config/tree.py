@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from practicum.config.base import Section
 from practicum.config.reward import RewardConfig
+from practicum.config.rollout import RolloutConfig
 from practicum.errors import ConfigError
 from practicum.types import SamplingParams
 
@@ -42,29 +43,6 @@ class DataConfig(Section):
     """Longest prompt, chat template included."""
     overlong: Literal["drop", "error"] = "drop"
     """What to do with longer prompts: drop and count them, or stop with an error that names the first."""
-
-
-class RolloutConfig(Section):
-    engine: Literal["hf"] = "hf"
-    """hf: transformers' own generate."""
-    answers_per_prompt: int = Field(default=8, ge=1)
-    """Answers sampled to each question; GRPO compares them with each other."""
-    max_new_tokens: int = Field(default=256, ge=1)
-    """Longest answer; a longer one is cut off."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Logits are divided by it, in rollout and training alike."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample only from the likeliest tokens that together reach this probability; 1 filters nothing."""
-    top_k: int = Field(default=0, ge=0)
-    """Sample only from so many likeliest tokens; 0 filters nothing."""
-    max_batch: int = Field(default=512, ge=1)
-    """Answers one worker writes at a time."""
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return SamplingParams(
-            self.max_new_tokens, self.temperature, self.top_p, self.top_k, num_answers=self.answers_per_prompt
-        )
 
 
 class ValidationConfig(Section):
@@ -206,7 +184,16 @@ class Config(Section):
             self.rollout.max_new_tokens,
             self.validation.temperature,
             num_answers=self.validation.answers_per_prompt,
+            stop=self.rollout.stop,
         )
+
+    @property
+    def _take_all_that_is_free(self) -> bool:
+        """Whether two kinds of replicas would each."""
+        model, rollout = self.reward.model, self.rollout
+        if model is None or not model.placement == rollout.placement == "standalone":
+            return False
+        return model.replicas == rollout.replicas == "auto" and rollout.engine != "openai"
 
     def changes_from(self, other: Config) -> list[str]:
         """`key: old -> new` for every value that differs."""
@@ -253,6 +240,11 @@ class Config(Section):
             raise ValueError(
                 f"controller.backend=local runs one worker in this process, not {self.trainer.num_workers}: "
                 "set trainer.num_workers=1 or controller.backend=ray"
+            )
+        if self._take_all_that_is_free:
+            raise ValueError(
+                "rollout.replicas and reward.model.replicas are both auto with placement standalone, and each takes "
+                "all that is free: set one of them to a number"
             )
         if self.validation.every and self.data.validation is None:
             raise ValueError(f"validation.every={self.validation.every} needs data.validation, a file of prompts")

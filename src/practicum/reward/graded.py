@@ -105,6 +105,12 @@ class GradedBatch:
         rewards = [_token_rewards(sample, score) for sample, score in zip(samples, scores, strict=True)]
         return cls(scores, kept, rewards, report)
 
+    def in_places(self, places: Sequence[int]) -> GradedBatch:
+        """The same in another order: the first sample comes to the first of `places`, and so on."""
+        at = np.argsort(places).tolist()
+        rewards = [self.token_rewards[i] for i in at]
+        return GradedBatch([self.scores[i] for i in at], [self.kept[i] for i in at], rewards, self.report)
+
 
 def _token_rewards(sample: Sample, score: Score) -> NDArray[np.float32] | None:
     if score.value is None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,12 +20,15 @@ from practicum.controller import (
     WorkerGroup,
 )
 from practicum.data import plan_micro_batches
-from practicum.errors import TrainingError, WorkerError
-from practicum.models import load_model, load_tokenizer
+from practicum.errors import RolloutError, TrainingError, WorkerError
+from practicum.models import DTYPES, load_model, load_tokenizer
 from practicum.train import ActorSettings, ActorWorker, MiniBatch, UpdateStats
 from practicum.types import TrainingSample
+from practicum.weights import BOUNDS, ChannelSettings, Fingerprint, WeightReceiver, choose
+from practicum.weights.fingerprint import bound_of, make_sequences, measure
 from tests.samples import make_training_sample
 from tests.train.test_model import tiny
+from tests.weights.families import save_family
 
 SAMPLES = [make_training_sample(2 + i % 3, 1 + i % 7, advantage=(-1.0) ** i * (0.5 + i % 2), seed=i) for i in range(13)]
 
@@ -191,6 +195,98 @@ def test_a_restored_learner_goes_on_bit_for_bit(tiny_model: Path, tmp_path: Path
     group.shutdown()
     assert again == stats
     assert_same(weights, same_weights, tolerance=0.0)
+
+
+def alone(model: Any, sequences: Sequence[Any]) -> list[np.ndarray]:
+    """Log-probs by one plain pass over each sequence."""
+    found = []
+    for ids in sequences:
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+        found.append(logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].numpy())
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_sent_in_the_engines_dtype_and_log_probs_prove_them(dtype: str, tiny_model: Path) -> None:
+    changes = {"temperature": 0.7, "compute_dtype": dtype}  # the temperature is for samples only
+    group = LocalWorkerGroup(RayClassWithInitArgs(ActorWorker, settings(tiny_model, **changes)), name="actor")
+    fingerprint = Fingerprint(18, bound_of(dtype))
+    try:
+        group.map(ActorWorker.update, mini_batches(SAMPLES, 1, 200))
+        (expected,) = group.execute_all(ActorWorker.log_probs, fingerprint.sequences)
+        group.execute_all(
+            ActorWorker.open_channel, choose(group.execute_all(ActorWorker.place)[0], []), ChannelSettings()
+        )
+        (invited,), (ticket,) = group.execute_all(ActorWorker.invite, 1), group.execute_all(ActorWorker.send, 1, dtype)
+        assert invited is None
+        engine = load_model(str(tiny_model), DTYPES[dtype]).eval()
+        taken = {name: tensor.clone() for name, tensor in WeightReceiver().receive(ticket).tensors}
+        assert {tensor.dtype for tensor in taken.values()} == {DTYPES[dtype]}
+        with pytest.raises(RolloutError, match="is not the model"):
+            fingerprint.compare("stale", 1, expected, alone(load_model(str(tiny_model)).eval(), fingerprint.sequences))
+        parameters = dict(engine.named_parameters())
+        assert parameters.keys() == taken.keys()
+        for name, parameter in parameters.items():
+            parameter.data.copy_(taken[name])
+        fingerprint.compare("engine", 1, expected, alone(engine, fingerprint.sequences))
+    finally:
+        group.shutdown()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen3_moe, tied", "mixtral", "deepseek_v3"])
+def test_names_are_those_of_an_engines_model_and_a_version_on_disk_is_a_model(family: str, tmp_path: Path) -> None:
+    model = save_family(family, tmp_path / "model")
+    group = LocalWorkerGroup(RayClassWithInitArgs(ActorWorker, settings(model)), name="actor")
+    try:
+        group.map(ActorWorker.update, mini_batches(SAMPLES, 1, 200))
+        group.execute_all(ActorWorker.open_channel, "disk", ChannelSettings(folder=str(tmp_path / "weights")))
+        (ticket,) = group.execute_all(ActorWorker.send, 1)
+        (expected,) = group.execute_all(ActorWorker.log_probs, make_sequences(18))
+    finally:
+        group.shutdown()
+    engine, served = load_model(str(model)).eval(), load_model(ticket.path).eval()
+    parameters = dict(engine.named_parameters())
+    for name, tensor in WeightReceiver().receive(ticket).tensors:
+        parameters.pop(name).data.copy_(tensor)
+    assert not parameters
+    for name, tensor in served.state_dict().items():
+        assert torch.equal(tensor, engine.state_dict()[name]), name
+    load_tokenizer(ticket.path)
+    gap = measure(expected, alone(served, make_sequences(18)))
+    assert gap is not None and gap.is_within(BOUNDS["float32"])
+
+
+@pytest.mark.slow
+def test_several_ranks_send_and_tell_together(tiny_model: Path, ray_session: None) -> None:
+    changes = {"compute_dtype": "bfloat16"}
+    sequences = make_sequences(18)
+    with RayResourcePool([2]) as pool:
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(ActorWorker, settings(tiny_model, **changes)), name="actors")
+        try:
+            group.execute_all(ActorWorker.open_channel, "shm", ChannelSettings())
+            first, second = group.execute_all(ActorWorker.log_probs, sequences)
+            ticket, nothing = group.execute_all(ActorWorker.send, 1)
+            assert nothing is None
+            sent = {name: tensor.clone() for name, tensor in WeightReceiver().receive(ticket).tensors}
+            group.execute_all(ActorWorker.open_channel, "collective", ChannelSettings(timeout_s=0.5))
+            group.execute_all(ActorWorker.invite, 2)
+            with pytest.raises(
+                WorkerError, match="only 0 of 1 receivers came"
+            ):  # and the other rank is not left waiting
+                group.execute_all(ActorWorker.send, 2)
+            again, _ = group.execute_all(ActorWorker.log_probs, sequences)
+        finally:
+            group.shutdown()
+    model = load_model(str(tiny_model))
+    for name, parameter in model.named_parameters():  # whole, and in float32: not what was gathered to compute with
+        assert torch.equal(sent.pop(name), parameter), name
+    assert not sent
+    for own, other, later in zip(first, second, again, strict=True):
+        assert (own == other).all() and (own == later).all()
+    gap = measure(first, alone(model.to(torch.bfloat16).eval(), sequences))
+    assert gap is not None and gap.is_within(BOUNDS["bfloat16"])
 
 
 def test_published_weights_are_the_learners_own_memory(tiny_model: Path) -> None:

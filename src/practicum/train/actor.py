@@ -12,23 +12,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from practicum.algo import clipped_policy_loss, k3
 from practicum.controller import Worker
 from practicum.data import MicroBatch, pack
 from practicum.errors import TrainingError
 from practicum.models import DTYPES, load_model, load_tokenizer, resolve_device
-from practicum.train.checkpoint import load_training_state, save_training_state, save_whole_model
+from practicum.train.checkpoint import load_training_state, save_rest, save_training_state, save_whole_model
 from practicum.train.fsdp import join_ranks, shard, whole
 from practicum.train.model import LogProbModel, keeps_samples_apart
 from practicum.train.schedule import lr_factor
 from practicum.types import TrainingSample
-from practicum.weights import WeightUpdate
+from practicum.weights import ChannelSettings, Place, Sender, Ticket, WeightUpdate, open_sender
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,7 @@ class ActorWorker(Worker):
         torch.set_num_threads(settings.threads)
         torch.manual_seed(settings.seed + self.rank)
         self._settings = settings
+        self._sender: Sender[Any] | None = None  # of weights, on rank 0
         self._device = resolve_device(settings.device)
         self._tokenizer = load_tokenizer(settings.model_path)
         model = load_model(settings.model_path).train()  # checkpointing looks at the mode; there is no dropout
@@ -113,6 +117,7 @@ class ActorWorker(Worker):
         self._num_updates = 0
 
     def close(self) -> None:
+        self.close_channel()
         dist.destroy_process_group()
 
     def shares_rows(self) -> bool:
@@ -133,10 +138,63 @@ class ActorWorker(Worker):
         stats.grad_norm /= len(mini_batches)
         return stats
 
-    def publish(self, version: int) -> WeightUpdate:
-        """The current weights under the names of the unsharded model. All ranks must call it."""
-        tensors = ((name, whole(parameter)) for name, parameter in self._model.model.named_parameters())
-        return WeightUpdate(version, tensors, shared=self.world_size == 1)
+    def publish(self, version: int, dtype: str | None = None) -> WeightUpdate:
+        """The current weights under the names of the unsharded model, in `dtype` if one is given.
+
+        All ranks must call it, and ask for all tensors: they are gathered as they are asked for.
+        """
+        wanted = None if dtype is None else DTYPES[dtype]
+        tensors = (
+            (name, whole(parameter if wanted is None else parameter.detach().to(wanted)))  # fewer bytes to gather
+            for name, parameter in self._model.model.named_parameters()
+        )
+        is_own = all(parameter.dtype == wanted for parameter in self._model.parameters()) or wanted is None
+        return WeightUpdate(version, tensors, shared=self.world_size == 1 and is_own)
+
+    def place(self) -> Place:
+        """Where this rank is: by that a channel is chosen."""
+        return Place.here()
+
+    def address(self) -> str:
+        """Of the machine of rank 0, as others know it."""
+        return self.context.master_address
+
+    def open_channel(self, channel: str, settings: ChannelSettings) -> None:
+        """Make ready to send weights that way. Rank 0 sends."""
+        self.close_channel()
+        if self.rank == 0:
+            self._sender = open_sender(channel, settings, self._save_rest)
+
+    def close_channel(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+    def invite(self, version: int, num_receivers: int | None = None) -> Ticket | None:
+        """What receivers need before `send`, where they must meet the sender; rank 0 knows."""
+        return None if self._sender is None else self._sender.invite(version, num_receivers)
+
+    def send(self, version: int, dtype: str | None = None) -> Ticket | None:
+        """Send the current weights. All ranks must call it; rank 0 returns the ticket that receivers need."""
+        tensors = iter(self.publish(version, dtype).tensors)
+        try:
+            return None if self._sender is None else self._sender.send(version, tensors)
+        finally:
+            for _ in tensors:  # the other ranks gather too; and if the sender gives up, they are not left waiting
+                pass
+
+    @torch.no_grad()
+    def log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        """Of each token but the first given those before it, at temperature 1. All ranks must call it, alike."""
+        found = []
+        for ids in sequences:
+            tokens = torch.from_numpy(ids.astype(np.int64)).to(self._device)
+            at = torch.arange(len(tokens), device=self._device)
+            own, _ = self._model(tokens[None], at[None], at[:-1], tokens[1:], 1.0)
+            found.append(own.cpu().numpy())
+        # Without a backward pass what the root has gathered would stay, and be published in place of the shards.
+        cast(FSDPModule, self._model).reshard()
+        return found
 
     def save(self, folder: str) -> None:
         """Write model, optimizer and random state into `folder`; rank 0 writes what all ranks share."""
@@ -146,6 +204,10 @@ class ActorWorker(Worker):
     def load(self, folder: str) -> None:
         """Restore what `save` wrote, the model apart: that is loaded by giving its folder as `model_path`."""
         self._num_updates = load_training_state(self._model, self._optimizer, Path(folder), self.rank)
+
+    def _save_rest(self, folder: Path) -> dict[str, Tensor]:
+        """What besides weights makes a model that can be loaded; tensors that nobody learns are returned."""
+        return save_rest(self._model.model, self._tokenizer, folder)
 
     @torch.no_grad()
     def _old_log_probs(self, micro: MicroBatch) -> Tensor:

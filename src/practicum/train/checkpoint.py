@@ -14,7 +14,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -34,6 +34,15 @@ def save_whole_model(model: Any, tokenizer: Any, folder: Path, rank: int) -> Non
             tensors[name] = gathered.cpu()
     if rank == 0:
         save_model(model, tokenizer, folder / "model", tensors)
+
+
+def save_rest(model: Any, tokenizer: Any, folder: Path) -> dict[str, Tensor]:
+    """Write what makes weights a model: config and tokenizer. Returns the tensors that are saved but not learnt."""
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def save_training_state(

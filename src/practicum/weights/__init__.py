@@ -1,5 +1,23 @@
-"""Trainer to engine: versions and the ways weights travel."""
+"""Trainer to engine: versions, the ways weights travel, and the proof that they arrived."""
 
+from practicum.weights.channel import ChannelSettings, Sender, Ticket
+from practicum.weights.channels import CHANNELS, Place, WeightReceiver, choose, open_sender
+from practicum.weights.fingerprint import BOUNDS, Bound, CheckedEngine, Fingerprint
 from practicum.weights.update import WeightSource, WeightUpdate
 
-__all__ = ["WeightSource", "WeightUpdate"]
+__all__ = [
+    "BOUNDS",
+    "CHANNELS",
+    "Bound",
+    "ChannelSettings",
+    "CheckedEngine",
+    "Fingerprint",
+    "Place",
+    "Sender",
+    "Ticket",
+    "WeightReceiver",
+    "WeightSource",
+    "WeightUpdate",
+    "choose",
+    "open_sender",
+]

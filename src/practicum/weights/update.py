@@ -1,7 +1,4 @@
-"""How weights get from the trainer to the engines that write with them.
-
-Only the shortest way exists so far: both live in one process (hybrid placement), and the engine asks its sibling.
-"""
+"""How weights reach the engines that write with them: what a trainer hands out, and what an engine takes."""
 
 from __future__ import annotations
 
@@ -14,7 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """A full set of weights. `shared` tensors are the trainer's own memory and change with its next update."""
+    """A full set of weights. `shared` tensors are the trainer's own memory and change with its next update.
+
+    Others are good until the next one is asked for: copy what you keep.
+    """
 
     version: int
     tensors: Iterable[tuple[str, Tensor]]  # names and shapes as in the unsharded model

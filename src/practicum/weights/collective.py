@@ -1,0 +1,260 @@
+"""Between machines: the trainer broadcasts to all engines at once, bucket by bucket.
+
+    sender     invite ─▶ ticket; then send waits until all have come, and broadcasts
+    receiver   comes with the ticket, gets its rank in the order of coming, takes part
+
+    each bucket: two numbers (bytes of its table and of its tensors) ─ table ─ tensors end to end; the last is empty
+
+Every version has a group of its own, beside torch's default one and apart from it: engines may come, go and be
+restarted between two versions, and one that fails spoils only the version it failed with. Making one takes milliseconds
+with gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from practicum.weights.channel import (
+    ChannelSettings,
+    Deadline,
+    Reader,
+    Sender,
+    Tensors,
+    Ticket,
+    as_bytes,
+    describe,
+    from_bytes,
+    lost,
+)
+
+_ALIGNMENT = 16  # of each tensor in its bucket, so that any dtype can be viewed there
+_POLL_S = 0.002
+# A group gives up by itself, so much later than whoever waits for it. NCCL's takes the whole process with it.
+_GLOO_GRACE_S, _NCCL_GRACE_S = 0.3, 600.0
+_NEARLY_S = 0.1  # gloo counts in milliseconds, and rounds down
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTicket(Ticket):
+    channel: ClassVar[str] = "collective"
+    host: str
+    port: int
+    number: int  # of the invitation: a version that is sent again has another
+    num_receivers: int
+    backend: str
+
+
+class CollectiveSender(Sender[CollectiveTicket]):
+    def __init__(self, settings: ChannelSettings) -> None:
+        super().__init__(settings)
+        timeout = datetime.timedelta(seconds=settings.timeout_s)
+        self._store: Any = TCPStore(settings.host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        self._invited: CollectiveTicket | None = None
+        self._num_invitations = 0
+
+    def invite(self, version: int, num_receivers: int | None = None) -> CollectiveTicket:
+        num = self.settings.num_receivers if num_receivers is None else num_receivers
+        self._num_invitations += 1
+        place = (self.settings.host, self._store.port, self._num_invitations)
+        self._invited = CollectiveTicket(version, *place, num, self.settings.backend)
+        return self._invited
+
+    def _send(self, version: int, tensors: Tensors) -> CollectiveTicket:
+        ticket, self._invited = self._invited, None
+        if ticket is None or ticket.version != version:
+            raise lost("collective", version, "nobody was invited to it: call invite first, and send the ticket round.")
+        deadline = Deadline(self.settings.timeout_s)
+        _wait_for_all(self._store, ticket, deadline)
+        with _Group(self._store, 0, ticket, deadline) as group:
+            for described, memory in _buckets(tensors, self.settings.bucket_bytes, group.device):
+                group.pass_on(described, memory)
+            group.pass_on(b"", None)
+            group.meet()
+        return ticket
+
+    def close(self) -> None:
+        self._store = None
+
+
+class CollectiveReader(Reader[CollectiveTicket]):
+    def read(self, ticket: CollectiveTicket, timeout_s: float) -> Iterator[tuple[str, Tensor]]:
+        deadline = Deadline(timeout_s)
+        try:
+            timeout = datetime.timedelta(seconds=timeout_s)
+            store = TCPStore(ticket.host, ticket.port, is_master=False, wait_for_workers=False, timeout=timeout)
+            rank = store.add(_arrivals(ticket), 1)
+        except RuntimeError as error:
+            raise lost(
+                "collective",
+                ticket.version,
+                f"the trainer at {ticket.host}:{ticket.port} cannot be reached ({_first_line(error)}). Is it alive, "
+                "and is that its address as this machine knows it?",
+            ) from error
+        if rank > ticket.num_receivers:
+            raise lost(
+                "collective",
+                ticket.version,
+                f"all {ticket.num_receivers} receivers that were invited had come already. Invite one more.",
+            )
+        _wait_for_all(store, ticket, deadline)
+        with _Group(store, rank, ticket, deadline) as group:
+            memory = torch.empty(0, dtype=torch.uint8, device=group.device)
+            while (size := group.next_size())[0]:
+                table, memory = group.take(*size, memory)
+                for name, dtype, shape, offset in table:
+                    num_bytes = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+                    yield name, from_bytes(memory[offset : offset + num_bytes], dtype, shape)
+            group.meet()
+
+
+class _Group:
+    """The sender and all receivers of one version. Left early, it breaks the connections: the others hear of it."""
+
+    def __init__(self, store: Any, rank: int, ticket: CollectiveTicket, deadline: Deadline) -> None:
+        self._ticket = ticket
+        self._deadline = deadline
+        self._is_sender = rank == 0
+        is_nccl = ticket.backend == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = self._options.rootTensor = 0
+        own = PrefixStore(f"version-{ticket.number}", store)
+        make = _nccl if is_nccl else _gloo
+        timeout = datetime.timedelta(seconds=deadline.left_s + (_NCCL_GRACE_S if is_nccl else _GLOO_GRACE_S))
+        with self._failures():
+            self._group = make(own, rank, ticket, timeout)
+
+    def __enter__(self) -> _Group:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            with contextlib.suppress(RuntimeError):  # it is broken already
+                self._group.abort()
+        del self._group
+
+    def pass_on(self, described: bytes, memory: Tensor | None) -> None:
+        num_bytes = 0 if memory is None else len(memory)
+        self._broadcast(torch.tensor([len(described), num_bytes], device=self.device))
+        if memory is not None:
+            self._broadcast(torch.frombuffer(bytearray(described), dtype=torch.uint8).to(self.device))
+            if num_bytes:
+                self._broadcast(memory)
+
+    def next_size(self) -> tuple[int, int]:
+        size = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self._broadcast(size)
+        return int(size[0]), int(size[1])
+
+    def take(self, num_described: int, num_bytes: int, spare: Tensor) -> tuple[list[Any], Tensor]:
+        """A bucket, in the memory of the one before where it fits."""
+        described = torch.empty(num_described, dtype=torch.uint8, device=self.device)
+        self._broadcast(described)
+        memory = spare if len(spare) >= num_bytes else spare.new_empty(num_bytes)
+        if num_bytes:
+            self._broadcast(memory[:num_bytes])
+        return json.loads(bytes(described.cpu().numpy())), memory
+
+    def meet(self) -> None:
+        """Returns when all are here."""
+        self._wait(lambda: self._group.allreduce([torch.zeros(1, device=self.device)]))
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        self._wait(lambda: self._group.broadcast([tensor], self._options))
+
+    def _wait(self, begin: Any) -> None:
+        with self._failures():
+            work = begin()
+            if self.device.type == "cpu":
+                work.wait(datetime.timedelta(seconds=max(self._deadline.left_s, 1e-3)))
+                return
+            while not work.is_completed():  # to wait for a kernel would have no end where the others are gone
+                if self._deadline.is_over:
+                    raise RuntimeError("Operation timed out")
+                time.sleep(_POLL_S / 10)
+            work.wait()
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            why = f"{'a receiver' if self._is_sender else 'the trainer or another receiver'} is gone or gave up"
+            if self._deadline.left_s < _NEARLY_S:
+                why = f"not all was there after {self._deadline.timeout_s:g} s"
+            raise lost(
+                "collective",
+                self._ticket.version,
+                f"{why} ({_first_line(error)}). Weights that arrived in part must not be used: invite those who are "
+                "left, and send again.",
+            ) from error
+
+
+def _gloo(store: Any, rank: int, ticket: CollectiveTicket, timeout: datetime.timedelta) -> Any:
+    options: Any = cast(Any, dist.ProcessGroupGloo)._Options()
+    options._timeout = timeout
+    # The address by which this machine reaches the trainer's; its host name may stand for another, or for itself only.
+    with socket.create_connection((ticket.host, ticket.port), timeout.total_seconds()) as connection:
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=connection.getsockname()[0])]
+    return dist.ProcessGroupGloo(store, rank, ticket.num_receivers + 1, options)
+
+
+def _nccl(store: Any, rank: int, ticket: CollectiveTicket, timeout: datetime.timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, ticket.num_receivers + 1, options)
+
+
+def _arrivals(ticket: CollectiveTicket) -> str:
+    return f"arrivals-{ticket.number}"
+
+
+def _wait_for_all(store: Any, ticket: CollectiveTicket, deadline: Deadline) -> None:
+    try:
+        while (num := store.add(_arrivals(ticket), 0)) < ticket.num_receivers:
+            if deadline.is_over:
+                raise lost(
+                    "collective",
+                    ticket.version,
+                    f"only {num} of {ticket.num_receivers} receivers came within {deadline.timeout_s:g} s. Look after "
+                    "the engines, then invite those that are there and send again.",
+                )
+            time.sleep(_POLL_S)
+    except RuntimeError as error:
+        raise lost("collective", ticket.version, f"the trainer is gone ({_first_line(error)}).") from error
+
+
+def _buckets(tensors: Tensors, num_bytes: int, device: torch.device) -> Iterator[tuple[bytes, Tensor]]:
+    """A table and the memory it describes, again and again the same; large tensors go as they are, one by one."""
+    memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    table: list[Any] = []
+    end = 0
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if table and end + size > num_bytes:
+            yield json.dumps(table).encode(), memory[:end]
+            table, end = [], 0
+        if size > num_bytes:
+            yield json.dumps([[*describe(name, tensor), 0]]).encode(), as_bytes(tensor.to(device).contiguous())
+            continue
+        from_bytes(memory[end : end + size], *describe(name, tensor)[1:]).copy_(tensor)
+        table.append([*describe(name, tensor), end])
+        end = min(num_bytes, -(-(end + size) // _ALIGNMENT) * _ALIGNMENT)
+    if table:
+        yield json.dumps(table).encode(), memory[:end]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:200]

@@ -1,0 +1,155 @@
+"""Through a folder that all can read: slow, but it needs nothing else, and what it leaves is a model.
+
+    <folder>/version-000012/   model-00001.safetensors, ..., model.safetensors.index.json (which tensor is where);
+                               with the model's config and tokenizer, from_pretrained and `practicum serve` read it;
+                               constants.safetensors for what is saved with a model but never learnt
+
+A version is written under another name and renamed when it is whole. Of older ones a few are kept. The folder belongs
+to one sender.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from practicum.errors import ConfigError
+from practicum.weights.channel import ChannelSettings, Complete, Deadline, Reader, Sender, Tensors, Ticket, lost
+
+_INDEX = "model.safetensors.index.json"
+_CONSTANTS = "constants.safetensors"
+_UNFINISHED = ".unfinished-"
+_RETRY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class DiskTicket(Ticket):
+    channel: ClassVar[str] = "disk"
+    path: str
+
+
+class DiskSender(Sender[DiskTicket]):
+    def __init__(self, settings: ChannelSettings, complete: Complete | None = None) -> None:
+        super().__init__(settings)
+        if settings.folder is None:
+            raise ConfigError("channel 'disk' needs a folder that the trainer and all engines can reach.")
+        self._folder = Path(settings.folder).resolve()
+        self._complete = complete
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for left in self._folder.glob(f"{_UNFINISHED}*"):  # by a sender that was killed
+            shutil.rmtree(left)
+
+    def _send(self, version: int, tensors: Tensors) -> DiskTicket:
+        place = self._folder / f"version-{version:06d}"
+        unfinished = self._folder / f"{_UNFINISHED}{place.name}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        try:
+            constants = {} if self._complete is None else self._complete(unfinished)
+            self._write(unfinished, version, tensors, constants)
+            self._remove(place)  # the same version, sent before
+            unfinished.rename(place)
+        except OSError as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise lost("disk", version, f"{unfinished} cannot be written: {error}. Is there room?") from error
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        for old in sorted(self._folder.glob("version-*"))[: -self.settings.num_kept]:
+            self._remove(old)
+        return DiskTicket(version, str(place))
+
+    def _write(self, folder: Path, version: int, tensors: Tensors, constants: dict[str, Tensor]) -> None:
+        places: dict[str, str] = dict.fromkeys(constants, _CONSTANTS)
+        for part in _parts(constants.items(), 1 << 62):
+            save_file(part, folder / _CONSTANTS, {"format": "pt"})
+        total = 0
+        for number, part in enumerate(_parts(tensors, self.settings.file_bytes), 1):
+            name = f"model-{number:05d}.safetensors"
+            save_file(part, folder / name, {"format": "pt", "version": str(version)})
+            places |= dict.fromkeys(part, name)
+            total += sum(tensor.nbytes for tensor in part.values())
+        index = {"metadata": {"total_size": total, "version": version}, "weight_map": places}
+        (folder / _INDEX).write_text(json.dumps(index))
+
+    def _remove(self, place: Path) -> None:
+        """Never half of it is seen under its name."""
+        if place.exists():
+            away = place.rename(self._folder / f"{_UNFINISHED}{place.name}-old")
+            shutil.rmtree(away)
+
+    def close(self) -> None:
+        """Versions stay: they are models."""
+
+
+class DiskReader(Reader[DiskTicket]):
+    def read(self, ticket: DiskTicket, timeout_s: float) -> Iterator[tuple[str, Tensor]]:
+        folder = Path(ticket.path)
+        index = _index(folder, ticket.version, Deadline(timeout_s))
+        names: dict[str, list[str]] = {}
+        for name, file in index["weight_map"].items():
+            if file != _CONSTANTS:  # engines have them from the files they were started with
+                names.setdefault(file, []).append(name)
+        for file, own in names.items():
+            try:
+                with safe_open(folder / file, framework="pt") as opened:
+                    found = (opened.metadata() or {}).get("version")
+                    if found != str(ticket.version):
+                        raise lost("disk", ticket.version, f"{folder / file} holds version {found}. Send them again.")
+                    for name in own:
+                        yield name, opened.get_tensor(name)
+            except (OSError, SafetensorError) as error:
+                raise lost(
+                    "disk",
+                    ticket.version,
+                    f"{folder / file} cannot be read: {error}. It may have been cut off, or deleted because later "
+                    "versions were sent: send the newest again.",
+                ) from error
+
+
+def _index(folder: Path, version: int, deadline: Deadline) -> dict[str, dict[str, str]]:
+    while True:
+        try:
+            found: dict[str, dict[str, str]] = json.loads((folder / _INDEX).read_text())
+            return found
+        except FileNotFoundError as error:
+            # A network file system may show on one machine later what another has written.
+            newer = [path for path in folder.parent.glob("version-*") if path.name > folder.name]
+            if newer or deadline.is_over:
+                why = "only later versions are there" if newer else f"it did not appear within {deadline.timeout_s:g} s"
+                raise lost(
+                    "disk",
+                    version,
+                    f"{folder / _INDEX} is missing: {why}. Send the newest again, to a folder that this machine "
+                    f"({os.uname().nodename}) can read.",
+                ) from error
+            time.sleep(_RETRY_S)
+        except (OSError, ValueError) as error:
+            raise lost("disk", version, f"{folder / _INDEX} cannot be read: {error}. Send them again.") from error
+
+
+def _parts(tensors: Tensors, most_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """What goes into one file."""
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if part and size + tensor.nbytes > most_bytes:
+            yield part
+            part, size = {}, 0
+        data = tensor.detach().to("cpu").contiguous()
+        if data.untyped_storage().nbytes() != data.nbytes:  # safetensors refuses what might share memory
+            data = data.clone()
+        part[name] = data
+        size += tensor.nbytes
+    if part:
+        yield part

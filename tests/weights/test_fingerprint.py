@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from practicum.errors import RolloutError
+from practicum.models import load_model, load_tokenizer
+from practicum.rollout.hf import HFRollout
+from practicum.weights import BOUNDS, Bound, CheckedEngine, Fingerprint, WeightUpdate
+from practicum.weights.fingerprint import bound_of, make_sequences, measure
+from tests.weights.families import save_family
+
+
+def told(model: Any, sequences: Sequence[NDArray[np.int32]], attention: str = "sdpa") -> list[NDArray[np.float32]]:
+    model.set_attn_implementation(attention)
+    found = []
+    with torch.no_grad():
+        for ids in sequences:
+            tokens = torch.from_numpy(ids.astype(np.int64))
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+            found.append(logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].numpy())
+    return found
+
+
+def test_sequences_are_the_same_for_everybody() -> None:
+    first, second = make_sequences(50), make_sequences(50)
+    assert all((a == b).all() for a, b in zip(first, second, strict=True))
+    assert all(ids.min() >= 0 and ids.max() < 50 and len(ids) > 1 for ids in first)
+    assert any((a != b).any() for a, b in zip(first, make_sequences(50, seed=1), strict=True))
+
+
+def test_the_coarser_dtype_decides() -> None:
+    assert bound_of("float32", "float32") == BOUNDS["float32"]
+    assert bound_of("float32", "bfloat16") == bound_of("bfloat16", "float32") == BOUNDS["bfloat16"]
+
+
+def test_a_gap_says_where_the_largest_is() -> None:
+    expected = [np.array([-1.0, -3.0], np.float32), np.array([-2.0, -4.0, -1.0], np.float32)]
+    found = [own.copy() for own in expected]
+    found[1][1] += 0.5
+    gap = measure(expected, found)
+    assert gap is not None
+    assert (gap.sequence, gap.token, gap.trainer, gap.engine) == (1, 2, -4.0, -3.5)
+    spread = np.concatenate(expected).std()
+    assert gap.largest == pytest.approx(0.5 / spread) and gap.mean == pytest.approx(0.1 / spread)
+
+
+@pytest.mark.parametrize("spoil", [lambda own: own[:-1], lambda own: own * np.nan])
+def test_what_cannot_be_compared_is_an_error(spoil: Any) -> None:
+    fingerprint = Fingerprint(50, BOUNDS["float32"])
+    expected = [np.linspace(-5, -1, len(ids) - 1, dtype=np.float32) for ids in fingerprint.sequences]
+    fingerprint.compare("one", 1, expected, expected)
+    with pytest.raises(RolloutError, match="weights of version 1: it told log-probs of other lengths"):
+        fingerprint.compare("one", 1, expected, [*expected[:-1], spoil(expected[-1])])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rounding_passes_and_misplaced_weights_do_not(family: str, dtype: str, tmp_path: Path) -> None:
+    folder = str(save_family(family, tmp_path))
+    torch_dtype = getattr(torch, dtype)
+    trainer, engine = load_model(folder, torch_dtype).eval(), load_model(folder, torch_dtype).eval()
+    fingerprint = Fingerprint(18, bound_of(dtype))
+    expected = told(trainer, fingerprint.sequences, "eager")
+    gap = fingerprint.calibrate("one", 0, expected, told(engine, fingerprint.sequences))
+    assert gap.is_within(BOUNDS[dtype])
+    changed = 0
+    for name, parameter in engine.named_parameters():
+        if "experts.gate_up_proj" in name or name.endswith("mlp.gate_proj.weight"):
+            parameter.data.copy_(parameter.roll(1, 0))
+            changed += 1
+    assert changed
+    with pytest.raises(RolloutError, match=r"engine .one. with .* version 3 is not the model .* does not serve"):
+        fingerprint.compare("one", 3, expected, told(engine, fingerprint.sequences))
+
+
+def test_calibration_does_not_hide_an_engine_that_is_wrong_from_the_start() -> None:
+    fingerprint = Fingerprint(50, BOUNDS["bfloat16"])
+    random = np.random.default_rng(0)
+    expected = [random.normal(-5, 1, len(ids) - 1).astype(np.float32) for ids in fingerprint.sequences]
+    with pytest.raises(RolloutError, match="is not the model"):
+        fingerprint.calibrate("one", 0, expected, [own[::-1].copy() for own in expected])
+    assert fingerprint.bound == BOUNDS["bfloat16"]
+    fingerprint.calibrate("one", 0, expected, expected)
+    assert fingerprint.bound == BOUNDS["float32"]  # as tight as it gets
+    fingerprint.calibrate("one", 0, expected, [own + np.float32(0.01) for own in expected])
+    assert BOUNDS["float32"].mean < fingerprint.bound.mean < 0.1
+
+
+def test_an_engine_serves_only_with_weights_that_were_checked(tiny_model: Path) -> None:
+    model = load_model(str(tiny_model)).eval()
+    engine = HFRollout(str(tiny_model), device=torch.device("cpu"), dtype=torch.float32, max_batch=4)
+    engine.resume()
+    fingerprint = Fingerprint(len(load_tokenizer(str(tiny_model))), Bound(1e-4, 1e-3))
+    checked = CheckedEngine("one", fingerprint, engine.log_probs)
+    with pytest.raises(RolloutError, match="engine 'one' must not write"):
+        checked.version()
+    checked.start(0, told(model, fingerprint.sequences))
+    assert checked.version() == 0
+    for parameter in model.parameters():
+        parameter.data.mul_(1.2)
+    expected = told(model, fingerprint.sequences)
+
+    def update(version: int) -> WeightUpdate:
+        return WeightUpdate(version, model.named_parameters(), shared=False)
+
+    checked.update(1, lambda: engine.update_weights(update(1)), expected)
+    assert checked.version() == 1
+
+    with pytest.raises(RolloutError, match="is not the model"):
+        checked.update(2, lambda: engine.update_weights(update(2)), [own - 0.1 for own in expected])
+    with pytest.raises(RolloutError, match="must not write"):
+        checked.version()
+
+    def fails() -> None:
+        raise RolloutError("torn")
+
+    checked.update(3, lambda: engine.update_weights(update(3)), expected)
+    with pytest.raises(RolloutError, match="torn"):
+        checked.update(4, fails, expected)
+    assert checked.serving is None

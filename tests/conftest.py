@@ -24,6 +24,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def classifier_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.rollout.serving.models import save_classifier
+
+    return save_classifier(tmp_path_factory.mktemp("classifier") / "model")
+
+
+@pytest.fixture(scope="session")
 def sums_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from practicum.demo.arithmetic import all_problems, write_problems
 

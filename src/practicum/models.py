@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,10 @@ DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bf
 def resolve_device(name: str) -> torch.device:
     """`auto` is the GPU where there is one."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise ModelError("trainer.device=cuda, but PyTorch sees no CUDA device here. Use trainer.device=cpu or auto.")
+        raise ModelError(
+            "device cuda was asked for, but PyTorch sees no CUDA device here. Use trainer.device=cpu or auto, and with "
+            "serve --device cpu or auto."
+        )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
@@ -38,11 +41,18 @@ def absolute(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
+def load_any_config(path: str) -> Any:
+    """The transformers config of a model of whichever kind."""
+    from transformers import AutoConfig
+
+    return _loaded("config.json", path, lambda: AutoConfig.from_pretrained(path))
+
+
 def load_config(path: str) -> Any:
     """The transformers config of a causal language model."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = _loaded("config.json", path, lambda: AutoConfig.from_pretrained(path))
+    config = load_any_config(path)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(f"model {path!r} is of type {config.model_type!r}, which transformers has no causal LM for.")
     return config
@@ -50,9 +60,9 @@ def load_config(path: str) -> Any:
 
 def load_classifier_config(path: str) -> Any:
     """The transformers config of a sequence classifier with one output, which a reward is."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
-    config = _loaded("config.json", path, lambda: AutoConfig.from_pretrained(path))
+    config = load_any_config(path)
     if type(config) not in AutoModelForSequenceClassification._model_mapping:
         raise ModelError(
             f"model {path!r} is of type {config.model_type!r}, which transformers has no sequence classifier for."
@@ -91,11 +101,16 @@ def load_classifier(path: str, dtype: torch.dtype = torch.float32) -> Any:
 
 def count_weights(config: Any, *, classifier: bool) -> int:
     """Parameters of the model a config describes. Nothing is loaded or allocated."""
+    return sum(shape.numel() for shape in weight_shapes(config, classifier=classifier).values())
+
+
+def weight_shapes(config: Any, *, classifier: bool = False) -> dict[str, torch.Size]:
+    """By name, of the parameters of the model a config describes. Nothing is loaded or allocated."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     kind = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in kind.from_config(config).parameters())
+        return {name: parameter.shape for name, parameter in kind.from_config(config).named_parameters()}
 
 
 def _with_weights(kind: Any, path: str, config: Any, dtype: torch.dtype) -> Any:
@@ -171,9 +186,15 @@ def _looks_local(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
-def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> list[NDArray[np.int32]]:
-    """Token ids of each prompt: plain text as it is, messages through the chat template, ready for the answer."""
+def encode_prompts(
+    tokenizer: Any, prompts: Sequence[Prompt], tools: Sequence[Mapping[str, Any]] = ()
+) -> list[NDArray[np.int32]]:
+    """Token ids of each prompt: plain text as it is, messages through the chat template, ready for the answer.
+
+    `tools` are schemas that the chat template shows to the model, where it does that.
+    """
     texts = []
+    shown = [dict(tool) for tool in tools] or None
     for prompt in prompts:
         if prompt.messages is None:
             texts.append(prompt.text or "")
@@ -182,7 +203,8 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> list[NDArray[np
             raise ModelError(f"prompt {prompt.id} has chat messages, but the model's tokenizer has no chat template.")
         messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
         try:
-            texts.append(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+            opened = {"add_generation_prompt": True, "tokenize": False}
+            texts.append(tokenizer.apply_chat_template(messages, tools=shown, **opened))
         except TemplateError as error:
             raise DataError(f"prompt {prompt.id}: the model's chat template refuses its messages: {error}.") from error
     plain = [prompt.messages is None for prompt in prompts]

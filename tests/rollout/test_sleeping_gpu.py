@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from practicum.errors import ResourceError
-from practicum.reward.serving.weights import SleepingWeights
+from practicum.rollout.sleeping import SleepingWeights
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,3 +85,19 @@ def test_a_device_that_is_full_leaves_it_asleep() -> None:
     torch.cuda.empty_cache()
     weights.wake()
     assert weights.is_awake
+
+
+def test_weights_that_were_changed_come_back_changed() -> None:
+    model = make_model(4, 1024)
+    weights = SleepingWeights(model, DEVICE, lambda: pytest.fail("files are not needed"))
+    x = torch.randn(4, 1024, dtype=torch.bfloat16, device=DEVICE)
+    for factor in (1.5, 0.5):
+        weights.wake()
+        for parameter in model.parameters():
+            parameter.data.mul_(factor)
+        weights.changed()
+        before = model(x)
+        for _ in range(2):
+            weights.sleep()
+            weights.wake()
+            assert torch.equal(model(x), before)

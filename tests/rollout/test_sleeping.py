@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import resource
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,8 @@ import torch
 
 from practicum.errors import ModelError, ResourceError
 from practicum.models import load_classifier, load_model
-from practicum.reward.serving.weights import SleepingWeights
-from tests.reward.serving.models import save_classifier
+from practicum.rollout.sleeping import SleepingWeights
+from tests.rollout.serving.models import save_classifier
 
 CPU = torch.device("cpu")
 IDS = torch.arange(2, 12)[None]
@@ -107,3 +109,37 @@ def test_other_weights_in_the_files_are_not_taken_for_the_same(classifier_folder
     save_classifier(folder)
     weights.wake()
     assert weights.is_awake
+
+
+def test_weights_that_were_changed_come_back_changed(tiny_model: Path) -> None:
+    """Not from the files any more; and unchanged since, they are not written again."""
+    model = load_model(str(tiny_model), torch.bfloat16).eval().requires_grad_(False)
+    weights = SleepingWeights(model, CPU, lambda: pytest.fail("the files are not these weights"))
+    for factor in (1.5, 0.5):
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+        weights.changed()
+        before = output(model)
+        for _ in range(2):
+            weights.sleep()
+            assert all(parameter.numel() == 0 for parameter in model.parameters())
+            weights.wake()
+            assert torch.equal(output(model), before)
+    assert model.lm_head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+
+
+def test_where_there_is_no_room_for_changed_weights_they_stay_awake(tiny_model: Path) -> None:
+    model = load_model(str(tiny_model)).eval()
+    weights = SleepingWeights(model, CPU, lambda: pytest.fail("the files are not these weights"), is_as_loaded=False)
+    before = output(model)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(ResourceError, match=r"cannot fall asleep: .* GB, cannot be written to .*set TMPDIR"):
+            weights.sleep()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert weights.is_awake
+    assert torch.equal(output(model), before)

@@ -1,0 +1,135 @@
+"""The engines by name. Each is imported only when it is asked for: what one needs, the others can do without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from practicum.config import OpenAIConfig, RolloutConfig, VllmConfig
+from practicum.errors import RolloutError
+from practicum.models import DTYPES, resolve_device
+from practicum.rollout.base import BaseRollout
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What engines are made of; each takes what is of use to it. See the config for what each means."""
+
+    engine: str
+    model_path: str
+    device: str = "auto"
+    dtype: str = "float32"
+    max_batch: int = 512
+    max_batch_tokens: int | None = None  # of hf: fewer answers at a time where they are long
+    cache_gb: float | None = None
+    keep_routes: bool = False
+    stays_loaded: bool = False  # of native and hf on CPUs
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+    openai: OpenAIConfig = field(default_factory=OpenAIConfig)
+    router: str | None = None
+    """Address of a router in front of `openai.servers`."""
+    exchange_dir: str | None = None
+    """A folder through which servers get new weights; None takes one for temporary files."""
+    timeout_s: float = 300.0
+    """For one request to a server."""
+    start_timeout_s: float = 900.0
+    """For a server that the engine starts itself."""
+
+    @classmethod
+    def of(cls, config: RolloutConfig, model_path: str, **more: Any) -> EngineSettings:
+        """`more` are fields that the section does not tell."""
+        return cls(
+            engine=config.engine,
+            model_path=model_path,
+            max_batch=config.max_batch,
+            cache_gb=config.cache_gb,
+            vllm=config.vllm,
+            openai=config.openai,
+            **more,
+        )
+
+
+def make_engine(settings: EngineSettings) -> BaseRollout:
+    """An engine, asleep. A `RolloutError` where the name is not known or what the engine needs is not installed."""
+    if settings.engine not in ENGINES:
+        raise RolloutError(f"there is no engine {settings.engine!r}; there are {', '.join(ENGINES)}.")
+    try:
+        return ENGINES[settings.engine](settings)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "practicum":
+            raise
+        extra = f"pip install 'practicum[{settings.engine}]'" if settings.engine in _EXTRAS else "pip install practicum"
+        raise RolloutError(
+            f"rollout.engine={settings.engine} needs the package {error.name!r}, which is not installed here: {extra}."
+        ) from error
+
+
+def _native(settings: EngineSettings) -> BaseRollout:
+    from practicum.rollout.native import NativeRollout
+
+    return NativeRollout(
+        settings.model_path,
+        device=resolve_device(settings.device),
+        dtype=DTYPES[settings.dtype],
+        max_batch=settings.max_batch,
+        cache_gb=settings.cache_gb,
+        keep_routes=settings.keep_routes,
+        stays_loaded=settings.stays_loaded,
+    )
+
+
+def _hf(settings: EngineSettings) -> BaseRollout:
+    from practicum.rollout.hf import HFRollout
+
+    return HFRollout(
+        settings.model_path,
+        device=resolve_device(settings.device),
+        dtype=DTYPES[settings.dtype],
+        max_batch=settings.max_batch,
+        max_batch_tokens=settings.max_batch_tokens,
+        stays_loaded=settings.stays_loaded,
+    )
+
+
+def _vllm(settings: EngineSettings) -> BaseRollout:
+    from practicum.rollout.remote.vllm import VllmRollout
+
+    return VllmRollout(
+        settings.model_path,
+        python=settings.vllm.python,
+        options=settings.vllm.options,
+        device=resolve_device(settings.device),
+        dtype=DTYPES[settings.dtype],
+        tensor_parallel=settings.vllm.tensor_parallel,
+        max_batch=settings.max_batch,
+        cache_gb=settings.cache_gb,
+        keep_routes=settings.keep_routes,
+        timeout_s=settings.timeout_s,
+        start_timeout_s=settings.start_timeout_s,
+        exchange_dir=settings.exchange_dir,
+    )
+
+
+def _openai(settings: EngineSettings) -> BaseRollout:
+    from practicum.rollout.remote.openai import OpenAIRollout
+
+    return OpenAIRollout(
+        settings.openai.servers,
+        model_path=settings.model_path,
+        model=settings.openai.model,
+        api_key_env=settings.openai.api_key_env,
+        router=settings.router,
+        max_batch=settings.max_batch,
+        timeout_s=settings.timeout_s,
+        exchange_dir=settings.exchange_dir,
+    )
+
+
+ENGINES: dict[str, Callable[[EngineSettings], BaseRollout]] = {
+    "native": _native,
+    "hf": _hf,
+    "vllm": _vllm,
+    "openai": _openai,
+}
+_EXTRAS = ("vllm",)  # engines whose packages do not come with practicum itself

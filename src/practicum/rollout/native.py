@@ -1,0 +1,373 @@
+"""Our own engine: transformers' modules, as the trainer has them, with our keys and values and continuous batching.
+
+    inbox ─ take ─▶ pending ─ rows are free ─▶ prefill: prompts end to end in one pass, one pass for all answers to one
+                                                  │      prompt; the first token of each is drawn
+                                                  ▼
+                      ┌──▶ decode: one token for every row ──▶ ended: told, and its row is free ──┐
+                      └────────────────────── between two steps: new, cancelled, aborted ◀────────┘
+
+Everything that depends on a row alone (random numbers, when it ends) is kept with the row, so an answer does not change
+with what else is in the batch. In hybrid placement the modules' parameters are the trainer's own memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from practicum.errors import RolloutError
+from practicum.replay import RouteRecorder, find_routers
+from practicum.rollout.answers import Ending, sample_of, untouched, written_ids
+from practicum.rollout.inbox import Inbox, Ticket
+from practicum.rollout.kv_cache import Decode, KVCache, Prompts
+from practicum.rollout.own_model import OwnModelRollout
+from practicum.rollout.sampling import draw, uniforms
+from practicum.rollout.sleeping import free_bytes
+from practicum.types import FinishReason, RolloutRequest, RoutedExperts, SamplingParams
+
+_WAIT_S = 0.5
+_PREFILL_TOKENS = 8192  # in one pass, so that rows under way do not wait for long
+_CACHE_SHARE = 1 / 3
+_AGREES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+
+
+class NativeRollout(OwnModelRollout):
+    """`cache_gb` bounds the memory for keys and values; None: a third of what is free when it is first needed."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_batch: int,
+        cache_gb: float | None = None,
+        keep_routes: bool = False,
+        stays_loaded: bool = False,
+    ) -> None:
+        super().__init__(model_path, device=device, dtype=dtype, stays_loaded=stays_loaded)
+        self._max_batch = max_batch
+        self._cache_bytes = None if cache_gb is None else int(cache_gb * 1e9)
+        self._cache = KVCache()
+        self._pending: deque[_Pending] = deque()
+        self._rows: list[_Row] = []  # row i of the cache belongs to row i here
+        self._recorder: RouteRecorder | None = None
+        if keep_routes:
+            if not find_routers(self._model):
+                raise RolloutError(f"model {model_path!r} has no experts whose routes could be kept.")
+            self._recorder = RouteRecorder(self._model)
+        self._adopt()
+
+    def release(self) -> None:
+        self._cache.clear()
+        super().release()
+
+    def check(self, request: RolloutRequest) -> None:
+        super().check(request)
+        needed = (len(request.prompt_ids) + request.params.max_new_tokens) * self._bytes_per_token
+        if self._cache_bytes is not None and needed > self._cache_bytes:
+            raise RolloutError(
+                f"prompt {request.prompt.id} and its answer may take {needed / 1e9:.3g} GB of keys and values, more "
+                f"than rollout.cache_gb={self._cache_bytes / 1e9:g}: raise it, or lower rollout.max_new_tokens."
+            )
+
+    def write(self, inbox: Inbox) -> None:
+        assert self._awake, "generate before resume"
+        try:
+            with torch.inference_mode():
+                while not inbox.is_over or self._pending or self._rows:
+                    self._take_in(inbox)
+                    self._break_off(inbox)
+                    self._admit()
+                    if self._rows:
+                        self._decode()
+        finally:
+            self._pending.clear()
+            self._rows.clear()
+
+    # Steps
+
+    def _take_in(self, inbox: Inbox) -> None:
+        is_idle = not (self._rows or self._pending)
+        room = self._max_batch - len(self._rows) - len(self._pending)
+        if is_idle or room > 0:
+            for ticket in inbox.take(max(1, room), _WAIT_S if is_idle else 0.0):
+                self._pending.append(_Pending(ticket, Ending(ticket.request.params, self._eos_ids, self._tokenizer)))
+
+    def _break_off(self, inbox: Inbox) -> None:
+        for index in reversed(range(len(self._rows))):
+            if inbox.is_aborted or self._rows[index].ticket.is_cancelled:
+                self._end(index, "abort")
+        for pending in [p for p in self._pending if inbox.is_aborted or p.ticket.is_cancelled]:
+            self._pending.remove(pending)
+            for answer in range(pending.next_answer, pending.ticket.request.params.num_answers):
+                pending.ticket.done(answer, untouched(pending.ticket.request))
+
+    def _admit(self) -> None:
+        """Prompts whose answers find room, so many tokens at a time."""
+        while self._pending:
+            chosen: list[tuple[_Pending, range]] = []
+            num_tokens = 0
+            num_rows, room = len(self._rows), self._longest()
+            while self._pending:
+                pending = self._pending[0]
+                longest = max(room, pending.most_tokens)
+                num = min(pending.num_left, self._most_rows(longest) - num_rows)
+                if num < 1 or (chosen and num_tokens + pending.num_tokens > _PREFILL_TOKENS):
+                    break
+                chosen.append((pending, range(pending.next_answer, pending.next_answer + num)))
+                num_rows, room, num_tokens = num_rows + num, longest, num_tokens + pending.num_tokens
+                pending.next_answer += num
+                if pending.num_left:
+                    break
+                self._pending.popleft()
+            if not chosen:
+                return
+            self._cache.reserve(num_rows, room, self._most_rows(room))
+            self._prefill(sorted(chosen, key=lambda one: one[0].num_tokens))
+
+    def _prefill(self, chosen: Sequence[tuple[_Pending, range]]) -> None:
+        """One pass over the prompts; then each answer has a row of its own, and its first token."""
+        first = len(self._rows)
+        starts = [first]
+        for _, answers in chosen:
+            starts.append(starts[-1] + len(answers))
+        ids = [written_ids(pending.ticket.request) for pending, _ in chosen]
+        lengths = [len(one) for one in ids]
+        step = Prompts(lengths, starts[:-1])
+        last = np.cumsum(lengths) - 1
+        logits = self._forward(
+            np.concatenate(ids)[None], np.concatenate([np.arange(n) for n in lengths])[None], step, last
+        )[0]
+        routes = None if self._recorder is None else np.split(self._recorder.take(), np.cumsum(lengths)[:-1])
+        for index, (pending, answers) in enumerate(chosen):
+            for answer in answers:
+                row = _Row(pending.ticket, answer, pending.ending, lengths[index])
+                if routes is not None:
+                    row.routes.append(routes[index])
+                if len(self._rows) > starts[index]:
+                    self._cache.copy(starts[index], len(self._rows), lengths[index])
+                self._rows.append(row)
+        each = np.repeat(np.arange(len(chosen)), [len(answers) for _, answers in chosen])
+        self._push(logits[torch.from_numpy(each).to(logits.device)], first)
+
+    def _decode(self) -> None:
+        """One more token for every row."""
+        tokens = np.fromiter((row.tokens[-1] for row in self._rows), np.int64, len(self._rows))
+        positions = np.fromiter((row.length - 1 for row in self._rows), np.int64, len(self._rows))
+        step = Decode(torch.from_numpy(positions).to(self._device), int(positions.max()) + 1)
+        logits = self._forward(tokens[:, None], positions[:, None], step)[:, 0]
+        if self._recorder is not None:
+            for row, own in zip(self._rows, self._recorder.take(), strict=True):
+                row.routes.append(own[None])
+        self._push(logits, 0)
+
+    def _push(self, logits: Tensor, first: int) -> None:
+        """Draw a token for each row from `first` on, and let those go that have ended."""
+        rows = self._rows[first:]
+        uniform = torch.from_numpy(np.fromiter((row.uniform() for row in rows), np.float32, len(rows)))
+        tokens, log_probs = _drawn(logits, uniform.to(logits.device), [row.ticket.request.params for row in rows])
+        ended = []
+        for index, (row, token, log_prob) in enumerate(zip(rows, tokens, log_probs, strict=True), first):
+            reason = row.push(token, log_prob)
+            if reason is not None:
+                ended.append((index, reason))
+        for index, reason in reversed(ended):
+            self._end(index, reason)
+
+    def _end(self, index: int, reason: FinishReason) -> None:
+        row, last = self._rows[index], self._rows.pop()
+        if row is not last:
+            self._cache.copy(len(self._rows), index, last.length)
+            self._rows[index] = last
+        row.ticket.done(
+            row.answer,
+            sample_of(
+                row.ticket.request,
+                np.array(row.tokens, np.int32),
+                np.array(row.log_probs, np.float32),
+                self._version,
+                reason,
+                self._tokenizer,
+                self._routes_of(row),
+            ),
+        )
+
+    def _routes_of(self, row: _Row) -> RoutedExperts | None:
+        if self._recorder is None:
+            return None
+        experts = np.concatenate(row.routes)
+        known = np.ones(row.length, np.bool_)
+        known[len(experts) :] = False  # the last token was drawn and has been through no layer
+        blank = np.zeros((row.length - len(experts), *experts.shape[1:]), experts.dtype)
+        return RoutedExperts(np.concatenate([experts, blank]), self._recorder.layers, known)
+
+    def _forward(
+        self,
+        tokens: NDArray[np.integer[Any]],
+        positions: NDArray[np.integer[Any]],
+        step: Prompts | Decode,
+        keep: NDArray[np.integer[Any]] | None = None,
+    ) -> Tensor:
+        """Logits [rows, tokens, vocabulary] of tokens [rows, tokens], or only those that `keep` names."""
+        self._cache.step = step
+        only = {} if keep is None else {"logits_to_keep": torch.from_numpy(keep).to(self._device)}
+        logits: Tensor = self._model(
+            input_ids=torch.from_numpy(tokens.astype(np.int64)).to(self._device),
+            position_ids=torch.from_numpy(positions.astype(np.int64)).to(self._device),
+            past_key_values=self._cache,
+            use_cache=True,
+            **only,
+        ).logits
+        return logits
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        ids = tokens.cpu().numpy()
+        logits = self._forward(ids[None], np.arange(len(ids))[None], Prompts([len(ids)], None))[0]
+        if self._recorder is not None:
+            self._recorder.take()
+        return logits
+
+    # Room
+
+    def _longest(self) -> int:
+        return max((row.most_tokens for row in self._rows), default=1)
+
+    def _most_rows(self, room: int) -> int:
+        """Rows that the memory holds when each has room for so many tokens. One always fits, by `check`."""
+        if self._cache_bytes is None:
+            self._cache_bytes = int(free_bytes(self._device) * _CACHE_SHARE)
+        return max(1, min(self._max_batch, self._cache_bytes // (room * self._bytes_per_token)))
+
+    # Which models
+
+    def _adopt(self) -> None:
+        """Make the model use our cache and attention; refuse one that does not compute the same with them."""
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        model = self._model
+        ids = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, 9)
+        with torch.inference_mode():
+            expected = model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].float().log_softmax(-1)
+            name = f"practicum-{id(self)}"
+            AttentionInterface.register(name, self._cache.attend)
+            AttentionMaskInterface.register(name, _no_mask)
+            device, self._device = self._device, torch.device("cpu")  # where the model was loaded
+            try:
+                model.set_attn_implementation(name)
+                got = self._trial(ids)
+                difference = float((got - expected).abs().max())
+            except Exception as error:  # whatever a family that does other things may raise
+                raise self._unsupported(f"{type(error).__name__}: {error}") from error
+            finally:
+                self._device = device
+        self._bytes_per_token = self._cache.bytes_per_token
+        self._cache.clear()
+        if self._recorder is not None:
+            self._recorder.take()
+        if not difference < _AGREES[model.dtype]:
+            raise self._unsupported(f"its log-probs come out different, by {difference:.2g}")
+
+    def _trial(self, ids: NDArray[np.int64]) -> Tensor:
+        """Log-probs of a sequence of which the last tokens are decoded one by one, beside another row."""
+        self._cache.reserve(2, len(ids), most_rows=2)
+        short = np.concatenate([ids[:5], ids[:3]])[None], np.concatenate([np.arange(5), np.arange(3)])[None]
+        parts = [self._forward(*short, Prompts([5, 3], [0, 1]))[0, :5]]
+        for at in range(5, len(ids)):
+            positions = np.array([at, at - 2])
+            step = Decode(torch.from_numpy(positions), at + 1)
+            parts.append(self._forward(ids[positions][:, None], positions[:, None], step)[0])
+        return torch.cat(parts).float().log_softmax(-1)
+
+    def _unsupported(self, why: str) -> RolloutError:
+        family = self._model.config.model_type
+        return RolloutError(
+            f"the native engine does not support the model family {family!r} of {self._path!r} ({why}). "
+            "Set rollout.engine=hf, which runs every causal model of transformers."
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A request of which some answers have no row yet."""
+
+    ticket: Ticket
+    ending: Ending
+    next_answer: int = 0
+
+    @property
+    def num_left(self) -> int:
+        return self.ticket.request.params.num_answers - self.next_answer
+
+    @property
+    def num_tokens(self) -> int:
+        """To be read before the first is written."""
+        written = self.ticket.request.written
+        return len(self.ticket.request.prompt_ids) + (0 if written is None else len(written.token_ids))
+
+    @property
+    def most_tokens(self) -> int:
+        return len(self.ticket.request.prompt_ids) + self.ticket.request.params.max_new_tokens
+
+
+class _Row:
+    """One answer as it is written."""
+
+    __slots__ = (
+        "_before", "_ending", "_noise", "answer", "length", "log_probs", "most_tokens", "routes", "ticket", "tokens"
+    )  # fmt: skip
+
+    def __init__(self, ticket: Ticket, answer: int, ending: Ending, length: int) -> None:
+        request = ticket.request
+        self.ticket = ticket
+        self.answer = answer
+        self.length = length  # of prompt and answer so far
+        self.most_tokens = len(request.prompt_ids) + request.params.max_new_tokens
+        self.tokens: list[int] = []
+        self.log_probs: list[float] = []
+        self.routes: list[NDArray[Any]] = []
+        self._ending = ending
+        self._before: list[int] = [] if request.written is None else request.written.token_ids.tolist()
+        seed = (request.seed, request.first_answer + answer)
+        self._noise: list[float] = uniforms([seed], request.params.max_new_tokens)[0].tolist()
+
+    def uniform(self) -> float:
+        """The random number of the next token."""
+        return self._noise[len(self._before) + len(self.tokens)]
+
+    def push(self, token: int, log_prob: float) -> FinishReason | None:
+        """Why the answer ends with it; None if it does not."""
+        self.tokens.append(token)
+        self.log_probs.append(log_prob)
+        self.length += 1
+        if self.ticket.on_tokens is not None:
+            self.ticket.on_tokens(self.answer, [token], [log_prob])
+        recent = [*self._before, *self.tokens] if self._ending.reads_text else ()
+        return self._ending.of(token, len(self._before) + len(self.tokens), recent)
+
+
+def _drawn(logits: Tensor, uniform: Tensor, params: Sequence[SamplingParams]) -> tuple[list[int], list[float]]:
+    """Rows with the same way of drawing are drawn together."""
+    ways = [(one.temperature, one.top_p, one.top_k) for one in params]
+    tokens, log_probs = [0] * len(ways), [0.0] * len(ways)
+    order = range(len(ways)) if len(set(ways)) == 1 else sorted(range(len(ways)), key=ways.__getitem__)
+    for _, same in groupby(order, key=ways.__getitem__):
+        rows = list(same)
+        whole = len(rows) == len(ways)
+        chosen = logits if whole else logits[rows]
+        drawn, found = draw(chosen, uniform if whole else uniform[rows], params[rows[0]])
+        for row, token, log_prob in zip(rows, drawn.tolist(), found.tolist(), strict=True):
+            tokens[row], log_probs[row] = token, log_prob
+    return tokens, log_probs
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Attention knows by itself what a token may see."""

@@ -1,0 +1,214 @@
+"""A model's weights that can leave the device and come back, bit for bit.
+
+    CUDA   asleep: in pinned host memory, copied there again only if they have changed; awake: one block on the device
+    CPU    asleep: nowhere, since a host copy would release nothing; awake: as the model's files say
+           asleep, once they have changed: in a temporary file without a name, which goes with the process
+
+On the CPU a fingerprint tells whether the model's files still hold the same weights when they are read again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import IO
+
+import torch
+from torch import Tensor, nn
+
+from practicum.errors import ModelError, ResourceError
+
+_ALIGNMENT = 256
+# torch rounds each pinned block up to a power of two: a model in one block could take nearly twice its size.
+_CHUNK_BYTES = 1 << 28
+
+
+class SleepingWeights:
+    """Parameters and buffers of a module. `load` reads the same module again, if they are still as it would load them.
+
+    The module stays the same object; only the memory of its tensors goes and comes. A failed `wake` leaves it asleep, a
+    failed `sleep` awake. Not for use from two threads at a time.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, load: Callable[[], nn.Module], *, is_as_loaded: bool = True
+    ) -> None:
+        self._tensors = _tensors_of(module)
+        self._device = device
+        self._load = load
+        self.num_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
+        self.is_awake = True
+        self._is_as_loaded = is_as_loaded
+        self._origin: _Origin | None = None  # where the weights come from on waking; None: not kept anywhere yet
+        if device.type == "cuda":
+            self.sleep()
+
+    def changed(self) -> None:
+        """While awake: the module has other weights now than its files, and wakes with these."""
+        assert self.is_awake, "changed while asleep"
+        self._origin, self._is_as_loaded = None, False
+
+    def wake(self) -> None:
+        """Bring the weights back; when this returns the device has them. Does nothing when they are there."""
+        if self.is_awake:
+            return
+        assert self._origin is not None
+        try:
+            self._origin.fill(self._tensors)
+        except BaseException as error:
+            self._drop()
+            if isinstance(error, torch.OutOfMemoryError | MemoryError):
+                raise ResourceError(
+                    f"the model cannot wake up: its weights take {gigabytes(self.num_bytes)} of {self._device}, where "
+                    f"{gigabytes(free_bytes(self._device))} are free. It stays asleep."
+                ) from error
+            raise
+        self.is_awake = True
+
+    def sleep(self) -> None:
+        """Give the memory back to the device. Does nothing when they are asleep."""
+        if not self.is_awake:
+            return
+        if self._origin is None:
+            self._origin = self._kept()
+        self.is_awake = False
+        self._drop()
+
+    def _kept(self) -> _Origin:
+        if self._device.type == "cuda":
+            return _PinnedCopy(self._tensors, self._device)
+        return _Files(self._tensors, self._load) if self._is_as_loaded else _OwnFile(self._tensors)
+
+    def _drop(self) -> None:
+        for tensor in self._tensors.values():
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=self._device)
+        give_back_memory(self._device)
+
+
+class _Origin(ABC):
+    """Where the weights come from on waking."""
+
+    @abstractmethod
+    def fill(self, tensors: Mapping[str, Tensor]) -> None: ...
+
+
+class _PinnedCopy(_Origin):
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self._device = device
+        self._spans: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
+        size = 0
+        for name, tensor in tensors.items():
+            self._spans[name] = (size, tensor.dtype, tensor.shape)
+            size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        sizes = [min(_CHUNK_BYTES, size - start) for start in range(0, size, _CHUNK_BYTES)]
+        self._chunks = [torch.empty(chunk, dtype=torch.uint8, pin_memory=True) for chunk in sizes]
+        for name, tensor in tensors.items():
+            self._write(self._spans[name][0], tensor.detach().contiguous().flatten().view(torch.uint8))
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        block = torch.empty(sum(map(len, self._chunks)), dtype=torch.uint8, device=self._device)
+        for part, chunk in zip(block.split(_CHUNK_BYTES), self._chunks, strict=True):
+            part.copy_(chunk, non_blocking=True)
+        torch.cuda.synchronize(self._device)
+        for name, tensor in tensors.items():
+            start, dtype, shape = self._spans[name]
+            tensor.data = block[start : start + dtype.itemsize * shape.numel()].view(dtype).view(shape)
+
+    def _write(self, start: int, data: Tensor) -> None:
+        while len(data):
+            chunk, at = divmod(start, _CHUNK_BYTES)
+            piece = data[: _CHUNK_BYTES - at]
+            self._chunks[chunk][at : at + len(piece)] = piece
+            start, data = start + len(piece), data[len(piece) :]
+
+
+class _Files(_Origin):
+    def __init__(self, tensors: Mapping[str, Tensor], load: Callable[[], nn.Module]) -> None:
+        self._load = load
+        self._prints = {name: _fingerprint(tensor) for name, tensor in tensors.items()}
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        read = _tensors_of(self._load())
+        if read.keys() != tensors.keys():
+            raise ModelError("the model's files describe another model than before it fell asleep; it stays asleep.")
+        for name, tensor in tensors.items():
+            if _fingerprint(read[name]) != self._prints[name]:
+                raise ModelError(
+                    f"the model's files have changed while it was asleep, first in {name}: scores before and after "
+                    "would not be of one model. Put the files back, or start again with the new ones."
+                )
+            tensor.data = read[name].data
+
+
+class _OwnFile(_Origin):
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._file: IO[bytes] = tempfile.TemporaryFile(prefix="practicum-asleep-")  # noqa: SIM115 (open while asleep)
+        try:
+            for tensor in tensors.values():
+                self._file.write(_bytes_of(tensor.detach().contiguous()))
+            self._file.flush()
+        except OSError as error:
+            self._file.close()
+            size = gigabytes(sum(tensor.nbytes for tensor in tensors.values()))
+            raise ResourceError(
+                f"the model cannot fall asleep: its weights, {size}, cannot be written to {tempfile.gettempdir()}: "
+                f"{error}. Make room there or set TMPDIR to another folder."
+            ) from error
+        self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        self._file.seek(0)
+        for name, tensor in tensors.items():
+            read = torch.empty(self._shapes[name], dtype=tensor.dtype)
+            if self._file.readinto(_bytes_of(read)) != read.nbytes:  # type: ignore[attr-defined]
+                raise ModelError("the file that kept the model's weights while it was asleep is incomplete.")
+            tensor.data = read
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Its memory, not a copy."""
+    return tensor.flatten().view(torch.uint8).numpy().data
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """All that is not shared with another name, which then is the same tensor and goes with it."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _fingerprint(tensor: Tensor) -> tuple[torch.Size, int]:
+    return tensor.shape, int(torch.hash_tensor(tensor.detach()).view(torch.int64))
+
+
+def give_back_memory(device: torch.device) -> None:
+    """What nobody refers to any more goes back: to the device, or to the system."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # where the C library is glibc
+    if trim is not None:
+        trim(0)
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def total_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
+def gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3g} GB"

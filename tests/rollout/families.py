@@ -1,0 +1,67 @@
+"""Tiny models with random weights, one of each family, with the demo's tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from practicum.demo.arithmetic import make_tokenizer
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,  # so that the next token is not a toss-up
+}
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+DENSE: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": 8},
+}
+MIXED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen2_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                  "shared_expert_intermediate_size": 32},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v3": _MLA,
+    "glm4_moe": {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                 "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
+}  # fmt: skip
+UNSUPPORTED: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mamba": {},
+}
+
+
+def save_family(family: str, folder: Path) -> Path:
+    """A model of the family, in `folder`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = make_tokenizer()
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    options = {**_SIZES, **(DENSE | MIXED | UNSUPPORTED)[family], **special, "vocab_size": len(tokenizer)}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

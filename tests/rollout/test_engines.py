@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from practicum.config import RolloutConfig
+from practicum.errors import PracticumError, RolloutError
+from practicum.rollout.engines import ENGINES, EngineSettings, make_engine
+from practicum.rollout.hf import HFRollout
+from practicum.rollout.native import NativeRollout
+
+
+def test_engines_are_made_by_name(tiny_model: Path) -> None:
+    for name, kind in {"hf": HFRollout, "native": NativeRollout}.items():
+        assert type(make_engine(EngineSettings(name, str(tiny_model), device="cpu"))) is kind
+
+
+def test_an_unknown_engine_is_told_the_known_ones(tiny_model: Path) -> None:
+    with pytest.raises(RolloutError, match=r"no engine 'hff'; there are native, hf, vllm, openai"):
+        make_engine(EngineSettings("hff", str(tiny_model)))
+
+
+def test_a_package_that_is_missing_is_named_with_what_brings_it(tiny_model: Path, monkeypatch: Any) -> None:
+    def missing(settings: EngineSettings) -> Any:
+        raise ModuleNotFoundError("No module named 'vllm'", name="vllm.engine")
+
+    monkeypatch.setitem(ENGINES, "vllm", missing)
+    with pytest.raises(RolloutError, match=r"rollout.engine=vllm needs the package 'vllm.engine'.*practicum\[vllm\]"):
+        make_engine(EngineSettings("vllm", str(tiny_model)))
+
+
+@pytest.mark.skipif("vllm" in sys.modules, reason="vLLM is here")
+def test_vllm_says_what_to_install_where_it_is_not(tiny_model: Path) -> None:
+    with pytest.raises(PracticumError, match="vllm"):
+        make_engine(EngineSettings("vllm", str(tiny_model), device="cpu"))
+
+
+def test_an_openai_server_that_is_not_there_is_an_error_with_its_address(tiny_model: Path) -> None:
+    config = RolloutConfig.model_validate(
+        {"engine": "openai", "placement": "standalone", "openai": {"servers": ["http://127.0.0.1:9"]}}
+    )
+    engine = make_engine(EngineSettings.of(config, str(tiny_model), device="cpu", timeout_s=2.0))
+    with pytest.raises(RolloutError, match=r"http://127\.0\.0\.1:9"):
+        engine.resume()
+    engine.close()
+
+
+def test_settings_are_those_of_the_section(tiny_model: Path) -> None:
+    config = RolloutConfig(engine="native", max_batch=7, cache_gb=0.5)
+    settings = EngineSettings.of(config, "there", dtype="bfloat16")
+    assert (settings.engine, settings.max_batch, settings.cache_gb) == ("native", 7, 0.5)
+    assert (settings.model_path, settings.dtype) == ("there", "bfloat16")

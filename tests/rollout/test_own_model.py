@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from practicum.models import load_model
+from practicum.rollout.hf import HFRollout
+from practicum.rollout.own_model import OwnModelRollout
+from practicum.types import Prompt, RolloutRequest, SamplingParams
+from practicum.weights import WeightUpdate
+
+IDS = np.array([5, 14, 6, 15], np.int32)
+
+
+@pytest.fixture
+def engine(tiny_model: Path) -> OwnModelRollout:
+    return HFRollout(str(tiny_model), device=torch.device("cpu"), dtype=torch.float32, max_batch=4)
+
+
+def other_model(path: Path, factor: float) -> Any:
+    model = load_model(str(path)).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.mul_(factor)
+    return model
+
+
+def num_weights(engine: OwnModelRollout) -> int:
+    return sum(parameter.numel() for parameter in engine._model.parameters())
+
+
+def expected(model: Any) -> np.ndarray:
+    ids = torch.from_numpy(IDS.astype(np.int64))
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0, :-1].log_softmax(-1)
+    return logits.gather(-1, ids[1:, None])[:, 0].numpy()
+
+
+def test_released_it_has_no_weights_and_resumed_the_same(engine: OwnModelRollout) -> None:
+    engine.resume()
+    (before,) = engine.log_probs([IDS])
+    for _ in range(2):
+        engine.release()
+        engine.release()
+        assert num_weights(engine) == 0
+        with pytest.raises(AssertionError, match="resume"):
+            engine.log_probs([IDS])
+        engine.resume()
+        assert np.array_equal(engine.log_probs([IDS])[0], before)
+
+
+def test_weights_that_came_by_an_update_outlast_a_release(engine: OwnModelRollout, tiny_model: Path) -> None:
+    engine.resume()
+    for version, factor in ((1, 1.5), (2, 0.5)):
+        other = other_model(tiny_model, factor)
+        engine.update_weights(WeightUpdate(version, other.named_parameters(), shared=False))
+        engine.release()
+        assert num_weights(engine) == 0
+        engine.resume()
+        assert np.abs(engine.log_probs([IDS])[0] - expected(other)).max() < 2e-5
+
+
+def test_a_released_engine_may_be_given_weights(engine: OwnModelRollout, tiny_model: Path) -> None:
+    engine.resume()
+    engine.release()
+    other = other_model(tiny_model, 1.5)
+    engine.update_weights(WeightUpdate(1, other.named_parameters(), shared=False))
+    engine.resume()
+    assert np.abs(engine.log_probs([IDS])[0] - expected(other)).max() < 2e-5
+
+
+def test_weights_of_the_trainer_are_not_given_back(engine: OwnModelRollout, tiny_model: Path) -> None:
+    engine.resume()
+    engine.release()
+    other = other_model(tiny_model, 1.5)
+    engine.update_weights(WeightUpdate(1, other.named_parameters(), shared=True))
+    engine.resume()
+    engine.release()
+    assert all(parameter.numel() for parameter in other.parameters())
+    engine.resume()
+    assert np.abs(engine.log_probs([IDS])[0] - expected(other)).max() < 2e-5
+
+
+def test_what_is_too_long_is_refused(engine: OwnModelRollout) -> None:
+    with pytest.raises(ValueError, match="room for 64"):
+        engine.check(RolloutRequest(Prompt("p", text="1"), IDS, SamplingParams(61), seed=0))
+    engine.check(RolloutRequest(Prompt("p", text="1"), IDS, SamplingParams(60), seed=0))
+
+
+def test_told_to_stay_loaded_it_keeps_its_weights_on_a_cpu(tiny_model: Path) -> None:
+    engine = HFRollout(
+        str(tiny_model), device=torch.device("cpu"), dtype=torch.bfloat16, max_batch=4, stays_loaded=True
+    )
+    engine.resume()
+    engine.release()
+    assert num_weights(engine) > 0
+    with pytest.raises(AssertionError, match="resume"):
+        engine.log_probs([IDS])

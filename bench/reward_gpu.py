@@ -94,7 +94,7 @@ def replica_alone(folder: Path) -> dict[str, Any]:
 def waking_against_a_copy(folder: Path) -> dict[str, float]:
     """The weights alone, in this process: without Ray, HTTP and the router."""
     from practicum.models import load_classifier
-    from practicum.reward.serving.weights import SleepingWeights
+    from practicum.rollout.sleeping import SleepingWeights
 
     def load() -> Any:
         return load_classifier(str(folder / "judge"), torch.bfloat16)

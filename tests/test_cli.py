@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +197,54 @@ def test_an_interrupted_run_cleans_up_and_says_how_to_go_on(
     assert b"resume=auto" in errors and errors.count(b"\n") == 1
     _, alive = psutil.wait_procs(started, timeout=20)
     assert not alive
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--engine", "fast"], "unknown engine 'fast': those that serve are native, hf"),
+        (["--dtype", "int4"], "unknown dtype 'int4'"),
+        (["--token-env", "PRACTICUM_NO_SUCH_TOKEN"], "nothing in that environment variable"),
+    ],
+)
+def test_a_mistake_in_serve_is_a_paragraph(tiny_model: Path, arguments: list[str], complaint: str) -> None:
+    code, _, errors = practicum("serve", tiny_model, *arguments)
+    assert code == 2 and errors.startswith("error: ") and complaint in errors
+    code, _, errors = practicum("serve", "./nowhere", "--engine", "hf")
+    assert code == 2 and "model folder './nowhere' does not exist" in errors
+
+
+def test_serve_at_a_port_that_is_taken_says_so(tiny_model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, _, errors = practicum("serve", tiny_model, "--engine", "hf", "--device", "cpu", "--port", port)
+    assert code == 2 and f"port {port} of 127.0.0.1 is in use" in errors
+
+
+def test_serve_says_where_it_is_wants_its_token_and_finishes_what_it_has_begun(tiny_model: Path) -> None:
+    arguments = ["serve", str(tiny_model), "--engine", "hf", "--device", "cpu", "--port", "0", "--token-env", "TOKEN"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "practicum", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TOKEN": "secret", "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        assert said.startswith(f"{tiny_model} ready at http://127.0.0.1:")
+        address = f"{said.split()[-1]}/v1/completions"
+        body = {"prompt": "1", "max_tokens": 60, "ignore_eos": True, "n": 8, "stream": True}
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(urllib.request.Request(address, json.dumps(body).encode()), timeout=60)
+        asked = urllib.request.Request(address, json.dumps(body).encode(), {"Authorization": "Bearer secret"})
+        with urllib.request.urlopen(asked, timeout=60) as reply:
+            reply.readline()
+            process.send_signal(signal.SIGTERM)
+            assert reply.read().endswith(b"data: [DONE]\n\n")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait(60)

@@ -1,4 +1,4 @@
-"""The command line: `practicum demo | train | router | explain`. Heavy imports wait until a command needs them."""
+"""The command line: `practicum demo | train | serve | router | explain`. Heavy imports wait for whom they are for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from practicum.errors import PracticumError, WorkerError
+from practicum.errors import ConfigError, PracticumError, WorkerError
 
 if TYPE_CHECKING:
     from practicum.config import Config
@@ -125,6 +125,46 @@ def router(
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
         chosen = Router(**(settings | parse_settings(set_ or [])))
         chosen.run(lambda server: typer.echo(f"router ready at {server.url}"))
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="A model folder or a hub name.", metavar="MODEL")],
+    engine: Annotated[
+        str | None, typer.Option(help="What writes the answers: native, hf. A classifier needs none.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen at; 0 takes a free one.")] = 8000,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="What it computes in: float32 or bfloat16.")] = "float32",
+    max_batch: Annotated[int, typer.Option(help="Answers that are written at a time.")] = 256,
+    token_env: Annotated[
+        str | None, typer.Option(help="The environment variable with the bearer token that callers must send.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """A model behind HTTP, as OpenAI's clients ask it. Stops by finishing what it has begun."""
+    with _errors_as_messages(debug, interrupted="stopped."):
+        token = _token_from(token_env)
+        from practicum.config import RolloutConfig
+        from practicum.rollout.serving.launch import service_of
+        from practicum.rollout.serving.server import serve_until_told
+
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+        if token is None and host not in ("127.0.0.1", "::1", "localhost"):
+            logging.warning("without --token-env whoever reaches %s may ask, and load other weights", host)
+        chosen = engine or RolloutConfig().engine
+        service = service_of(model, engine=chosen, device=device, dtype=dtype, max_batch=max_batch)
+        serve_until_told(service, lambda url: typer.echo(f"{model} ready at {url}"), host=host, port=port, token=token)
+
+
+def _token_from(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "")
+    if not token:
+        raise ConfigError(f"--token-env={variable}, but there is nothing in that environment variable.")
+    return token
 
 
 def _run(config: Config, console: Any, title: str) -> None:

@@ -14,8 +14,7 @@ from pathlib import Path
 import ray
 
 from practicum.config import RewardConfig, RewardModelConfig
-from practicum.controller import Controller, RayClassWithInitArgs, RayResourcePool
-from practicum.errors import ResourceError
+from practicum.controller import Controller, RayClassWithInitArgs, RayResourcePool, places_beside
 from practicum.models import num_cores
 from practicum.reward.cache import fingerprint
 from practicum.reward.client import Target
@@ -114,16 +113,7 @@ def _places(config: RewardModelConfig, controller: Controller) -> Iterator[RayRe
     if controller.pool is None or config.placement == "colocated":
         yield controller.pool
         return
-    scarce = "GPU" if controller.uses_gpu else "CPU"
-    free = int(ray.available_resources().get(scarce, 0))
-    most = free if controller.uses_gpu else min(free, 1)  # on CPUs a single one uses all of its machine's cores
-    wanted = most if config.replicas == "auto" else config.replicas
-    if not 1 <= wanted <= free:
-        raise ResourceError(
-            f"reward.model.placement=standalone needs {scarce}s beside the trainer's for its replicas "
-            f"(replicas: {config.replicas}), but {free} are free. Lower trainer.num_workers, or use colocated."
-        )
-    with RayResourcePool([1] * wanted, use_gpu=controller.uses_gpu) as pool:  # each on any node that has room
+    with places_beside(controller, config.replicas, key="reward.model.placement") as pool:
         yield pool
 
 

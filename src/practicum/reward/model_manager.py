@@ -13,24 +13,21 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 from practicum.config import RewardModelConfig
-from practicum.controller import RayClassWithInitArgs, RayResourcePool
+from practicum.controller import RayClassWithInitArgs, RayResourcePool, num_replicas, side_by_side
 from practicum.controller.host import host_address
 from practicum.controller.nodes import living_nodes
-from practicum.errors import ModelError, PracticumError, ResourceError, RewardError, RouterError, WorkerError
+from practicum.errors import ModelError, PracticumError, RewardError, RouterError, WorkerError
 from practicum.models import absolute, load_classifier_config, load_config, load_tokenizer
 from practicum.reward.router import Router, RouterHandle
 from practicum.reward.serving import PlacedReplica, ReplicaMemory, RewardModelReplica, Watch
 
 log = logging.getLogger("practicum.reward")
-T = TypeVar("T")
-R = TypeVar("R")
 _DRAIN_S = 2.0
 _MOST_IN_HAND = 32  # requests that a replica has: a batch, and not so many that the last waits for minutes
 
@@ -67,7 +64,7 @@ class RewardModelManager:
         self._listed: dict[int, str] = {}  # by the replica's number, its address as the router knows it
         self._router: RouterHandle | None = None
         self._watch = ExitStack()
-        num = _num_replicas(config, pool)
+        num = num_replicas(config.replicas, pool, "the reward model")
         is_spread = pool is not None and len(living_nodes()) > 1
         try:
             self._start_replicas(config, pool, num, device, is_spread)
@@ -161,7 +158,7 @@ class RewardModelManager:
             self._replicas.append(PlacedReplica(number, place, packed, config.start_timeout_s))
 
         try:
-            _side_by_side(start, range(num))
+            side_by_side(start, range(num))
         except WorkerError as error:
             if isinstance(error.cause, PracticumError):  # such as a model that does not fit: no matter of one replica
                 raise error.cause from error
@@ -170,7 +167,7 @@ class RewardModelManager:
 
     def _begin(self) -> None:
         router = self._running_router
-        _side_by_side(self._bring_up, self._replicas)
+        side_by_side(self._bring_up, self._replicas)
         ready = [replica for replica in self._replicas if not replica.problem]
         if not ready:
             told = "; ".join(f"replica {replica.number}: {replica.problem}" for replica in self._replicas)
@@ -222,7 +219,7 @@ class RewardModelManager:
             router.pause()
         except RouterError as error:
             log.warning("the router before the reward models cannot be paused: %s", error)
-        _side_by_side(self._put_to_sleep, [replica for replica in self._replicas if replica.url is not None])
+        side_by_side(self._put_to_sleep, [replica for replica in self._replicas if replica.url is not None])
 
     def _put_to_sleep(self, replica: PlacedReplica) -> None:
         """Asleep, or ended: in either case it holds none of the device."""
@@ -243,24 +240,6 @@ class RewardModelManager:
                 self._router.remove(url)
 
 
-def _num_replicas(config: RewardModelConfig, pool: RayResourcePool | None) -> int:
-    """One per place unless told otherwise: a place is a GPU, or what the pool calls a process's share."""
-    places = 1 if pool is None else pool.world_size
-    if config.replicas == "auto":
-        return places
-    if config.replicas > places:
-        room = "this process has room for 1"
-        if pool is not None:
-            on_nodes = pool.process_on_nodes
-            nodes = f" ({' + '.join(map(str, on_nodes))} on its nodes)" if len(on_nodes) > 1 else ""
-            room = f"the pool has {places} place{'s' if places > 1 else ''}{nodes}, for one replica each"
-        raise ResourceError(
-            f"replicas={config.replicas} of the reward model asked for, but {room}: "
-            f"lower replicas by {config.replicas - places}, or leave it at auto."
-        )
-    return config.replicas
-
-
 def _start_router(config: RewardModelConfig, urls: Sequence[str], is_spread: bool) -> RouterHandle:
     router = Router(
         urls,
@@ -273,11 +252,3 @@ def _start_router(config: RewardModelConfig, urls: Sequence[str], is_spread: boo
         retry_share=1.0,  # of what a hanging replica has in hand, all must be able to go elsewhere at once
     )
     return router.start_process()
-
-
-def _side_by_side(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """For all at once. The first failure is raised when all are done."""
-    if not items:
-        return []
-    with ThreadPoolExecutor(len(items), thread_name_prefix="practicum-reward-models") as threads:
-        return list(threads.map(function, items))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 import torch
@@ -20,13 +19,13 @@ from practicum.models import (
     num_cores,
     resolve_device,
 )
-from practicum.reward.serving.chat import ChatEndpoint
-from practicum.reward.serving.classifier import Classifier
-from practicum.reward.serving.classify import ClassifyEndpoint
-from practicum.reward.serving.endpoint import Endpoint
-from practicum.reward.serving.generator import Generator
-from practicum.reward.serving.server import ModelServer
-from practicum.reward.serving.weights import gigabytes, total_bytes
+from practicum.rollout.engines import EngineSettings
+from practicum.rollout.serving import ModelServer, Service
+from practicum.rollout.serving.launch import classify_service, writing_service
+from practicum.rollout.serving.texts import Limit
+from practicum.rollout.sleeping import gigabytes, total_bytes
+
+_MOST_ANSWERS = 512  # that a judge writes at a time; max_batch_tokens is the narrower limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +54,8 @@ class RewardModelReplica(Worker):
         self._device = resolve_device(device)
         self._timeout_s = config.start_timeout_s
         check_room(config, self._device, on_node or 1)
-        self._endpoint = _endpoint_of(config, self._device)
-        self._server = ModelServer(
-            config.path,
-            self._endpoint,
-            host=host_address() if public else "127.0.0.1",
-            max_batch_tokens=config.max_batch_tokens,
-        )
+        self._service = _service_of(config, device)
+        self._server = ModelServer(self._service, host=host_address() if public else "127.0.0.1")
         try:
             if asleep:
                 self.sleep()
@@ -88,12 +82,12 @@ class RewardModelReplica(Worker):
             device_allocated=torch.cuda.memory_allocated(self._device) if on_gpu else None,
             device_reserved=torch.cuda.memory_reserved(self._device) if on_gpu else None,
             host_rss=psutil.Process().memory_info().rss,
-            weights=self._endpoint.weights.num_bytes,
+            weights=self._service.num_weight_bytes,
         )
 
     def close(self) -> None:
         self._server.close()
-        self._endpoint.sleep()
+        self._service.give_back()
 
 
 def check_room(config: RewardModelConfig, device: torch.device, on_node: int) -> None:
@@ -112,12 +106,12 @@ def check_room(config: RewardModelConfig, device: torch.device, on_node: int) ->
         )
 
 
-def _endpoint_of(config: RewardModelConfig, device: torch.device) -> Endpoint[Any, Any, Any]:
-    settings: dict[str, Any] = {
-        "device": device,
-        "dtype": DTYPES[config.dtype],
-        "max_batch_tokens": config.max_batch_tokens,
-    }
+def _service_of(config: RewardModelConfig, device: str) -> Service:
+    """Any name of the model will do: there is only the one."""
+    path, dtype, most = config.path, config.dtype, config.max_batch_tokens
     if config.kind == "classifier":
-        return ClassifyEndpoint(config.path, Classifier(config.path, **settings))
-    return ChatEndpoint(config.path, Generator(config.path, **settings))
+        return classify_service(path, device=device, dtype=dtype, max_batch_tokens=most)
+    return writing_service(
+        EngineSettings("hf", path, device=device, dtype=dtype, max_batch=_MOST_ANSWERS, max_batch_tokens=most),
+        limits=[Limit(most, "max_batch_tokens of the reward model")],
+    )

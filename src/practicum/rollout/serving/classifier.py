@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from practicum.errors import ModelError
 from practicum.models import load_classifier, load_tokenizer
-from practicum.reward.serving.texts import Encoder, Limit
-from practicum.reward.serving.weights import SleepingWeights
+from practicum.rollout.serving.texts import Encoder, Limit
+from practicum.rollout.sleeping import SleepingWeights
 
 
 class Classifier:
@@ -20,9 +20,10 @@ class Classifier:
         self._path = path
         self._device = device
         tokenizer = load_tokenizer(path, for_writing=False)
-        self.encoder = Encoder(tokenizer)
         self._model = load_classifier(path, dtype).eval().requires_grad_(False)
-        self.limit = Limit.of(self._model.config, tokenizer, max_batch_tokens)
+        self.encoder = Encoder(tokenizer, self._model.config.get_text_config().vocab_size)
+        most = Limit(max_batch_tokens, "max_batch_tokens, which one forward pass has room for")
+        self.limit = Limit.of(self._model.config, tokenizer, most)
         self.label = str(self._model.config.id2label[0])
         self._text_config = self._model.config.get_text_config()
         self._pad_id: int | None = self._text_config.pad_token_id
@@ -64,4 +65,4 @@ class Classifier:
     def _checked(self, score: float) -> float | Exception:
         if math.isfinite(score):
             return score
-        return ModelError(f"reward model {self._path!r} gave {score}, which is no score.")
+        return ModelError(f"model {self._path!r} gave {score}, which is no score.")

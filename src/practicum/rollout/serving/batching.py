@@ -1,6 +1,6 @@
 """Requests that wait are computed together.
 
-    submit ─▶ waiting ─ all that is there, by key and length ─▶ batches of so many tokens ─ one thread ─▶ answers
+    submit ─▶ waiting ─ all that is there, by length ─▶ batches of so many tokens ─ one thread ─▶ answers
 
 The event loop never computes: it answers others meanwhile. Whoever went away before their turn is left out.
 """
@@ -8,7 +8,7 @@ The event loop never computes: it answers others meanwhile. Whoever went away be
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,12 +21,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Job(Generic[P]):
-    """One thing to compute. Jobs of different keys are never in one batch."""
+    """One thing to compute."""
 
     payload: P
-    num_tokens: int  # of each row, padding apart
-    num_rows: int = 1
-    key: Hashable = None
+    num_tokens: int  # padding apart
 
 
 @dataclass(slots=True)
@@ -46,6 +44,7 @@ class BatchQueue(Generic[P, R]):
         self._compute = compute
         self._max_batch_tokens = max_batch_tokens
         self._waiting: list[_Ticket[P, R]] = []
+        self._num_open = self._num_running = 0
         self._arrival = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="practicum-forward")
         self._loop = asyncio.get_running_loop()
@@ -56,11 +55,21 @@ class BatchQueue(Generic[P, R]):
         tickets = [_Ticket(job, self._loop.create_future()) for job in jobs]
         self._waiting.extend(tickets)
         self._arrival.set()
+        self._num_open += len(tickets)
         try:
             return list(await asyncio.gather(*(ticket.answer for ticket in tickets)))
         finally:
+            self._num_open -= len(tickets)
             for ticket in tickets:
                 ticket.answer.cancel()
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_open - self._num_running
+
+    @property
+    def num_running(self) -> int:
+        return self._num_running
 
     async def run(self, function: Callable[[], T]) -> T:
         """Something else in the thread that computes, between two batches."""
@@ -91,10 +100,13 @@ class BatchQueue(Generic[P, R]):
         if not tickets:
             return
         results: Sequence[R | Exception]
+        self._num_running = len(tickets)
         try:
             results = await self.run(lambda: self._compute([ticket.job.payload for ticket in tickets]))
         except Exception as error:  # whatever a model may raise: those in the batch are told
             results = [error] * len(tickets)
+        finally:
+            self._num_running = 0
         for ticket, result in zip(tickets, results, strict=True):
             if ticket.answer.done():
                 continue
@@ -105,23 +117,10 @@ class BatchQueue(Generic[P, R]):
 
 
 def plan_batches(jobs: Sequence[Job[P]], max_batch_tokens: int) -> list[list[int]]:
-    """Indices of the jobs of each batch: one key each, alike in length, within the tokens where one job alone is.
-
-    The key of the job that has waited longest comes first, then the shortest jobs of it.
-    """
-    by_key: dict[Hashable, list[int]] = {}
-    for index, job in enumerate(jobs):
-        by_key.setdefault(job.key, []).append(index)
+    """Indices of the jobs of each batch: alike in length, within the tokens where one job alone is, shortest first."""
     batches: list[list[int]] = []
-    for indices in by_key.values():
-        batch: list[int] = []
-        num_rows = 0
-        for index in sorted(indices, key=lambda index: jobs[index].num_tokens):
-            job = jobs[index]
-            if batch and (num_rows + job.num_rows) * job.num_tokens > max_batch_tokens:
-                batches.append(batch)
-                batch, num_rows = [], 0
-            batch.append(index)
-            num_rows += job.num_rows
-        batches.append(batch)
+    for index in sorted(range(len(jobs)), key=lambda index: jobs[index].num_tokens):
+        if not batches or (len(batches[-1]) + 1) * jobs[index].num_tokens > max_batch_tokens:
+            batches.append([])
+        batches[-1].append(index)
     return batches

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from practicum.demo.arithmetic import make_tokenizer
-from practicum.reward.serving.texts import BadRequest, Encoder, Limit
-from practicum.types import Message
+from practicum.rollout.serving.refusals import BadRequest
+from practicum.rollout.serving.texts import Encoder, Limit
 
-CHAT = [Message("user", "1+2="), Message("assistant", "3")]
+CHAT = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
 
 
 @pytest.fixture
@@ -46,6 +46,26 @@ def test_what_cannot_be_encoded_says_why(tokenizer: Any) -> None:
         Encoder(tokenizer).chat(CHAT, ready_for_answer=True)
 
 
+def test_tools_need_a_template_that_writes_them(tokenizer: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    with pytest.raises(BadRequest, match="no place for tools"):
+        Encoder(tokenizer).chat(CHAT, ready_for_answer=True, tools=tools)
+    tokenizer.chat_template = "{% for tool in tools %}{{ tool.function.name | length }}{% endfor %}{{ sign }}"
+    ids = Encoder(tokenizer).chat(CHAT, ready_for_answer=True, tools=tools, options={"sign": "+"})
+    assert tokenizer.decode(ids) == "3+"
+
+
+def test_token_ids_are_those_of_the_model(tokenizer: Any) -> None:
+    encoder = Encoder(tokenizer, vocab_size=20)
+    assert encoder.checked([0, 19]).tolist() == [0, 19]
+    assert encoder.decode([1, 5], skip_special_tokens=True) == "1" and encoder.spelled(1) == "<end>"
+    for wrong in ([20], [5, -1]):
+        with pytest.raises(BadRequest, match=r"token id (20|-1) is not one of this model's, which go from 0 to 19"):
+            encoder.checked(wrong)
+    with pytest.raises(BadRequest, match="no tokens"):
+        encoder.checked([])
+
+
 @pytest.mark.parametrize(
     ("positions", "tokenizer_length", "batch", "expected", "reason"),
     [
@@ -59,7 +79,7 @@ def test_the_limit_is_the_smallest_of_those_that_are_known(
     positions: int | None, tokenizer_length: int, batch: int, expected: int, reason: str
 ) -> None:
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=positions))
-    limit = Limit.of(config, SimpleNamespace(model_max_length=tokenizer_length), batch)
+    limit = Limit.of(config, SimpleNamespace(model_max_length=tokenizer_length), Limit(batch, "max_batch_tokens"))
     assert limit.num_tokens == expected
     limit.check(expected, "it has")
     with pytest.raises(BadRequest, match=rf"it has {expected + 1} tokens; this model takes {expected} \({reason}"):

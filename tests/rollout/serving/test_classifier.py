@@ -9,8 +9,8 @@ import torch
 
 from practicum.errors import ModelError
 from practicum.models import load_classifier, load_tokenizer
-from practicum.reward.serving.classifier import Classifier
-from tests.reward.serving.models import save_classifier, texts
+from practicum.rollout.serving.classifier import Classifier
+from tests.rollout.serving.models import save_classifier, texts
 
 CPU = torch.device("cpu")
 

@@ -8,24 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from practicum.reward.serving.batching import BatchQueue, Job, plan_batches
+from practicum.rollout.serving.batching import BatchQueue, Job, plan_batches
 
-jobs = st.lists(
-    st.builds(
-        Job, st.just(None), st.integers(1, 60), num_rows=st.integers(1, 4), key=st.sampled_from(["a", "b", None])
-    ),
-    max_size=40,
-)
+jobs = st.lists(st.builds(Job, st.just(None), st.integers(1, 60)), max_size=40)
 
 
 @given(jobs, st.integers(1, 200))
-def test_every_job_is_in_one_batch_of_its_key_within_the_tokens(jobs: list[Job[None]], budget: int) -> None:
+def test_every_job_is_in_one_batch_within_the_tokens(jobs: list[Job[None]], budget: int) -> None:
     batches = plan_batches(jobs, budget)
     assert sorted(index for batch in batches for index in batch) == list(range(len(jobs)))
     for batch in batches:
         members = [jobs[index] for index in batch]
-        assert len({job.key for job in members}) == 1
-        padded = max(job.num_tokens for job in members) * sum(job.num_rows for job in members)
+        padded = max(job.num_tokens for job in members) * len(members)
         assert padded <= budget or len(members) == 1
 
 
@@ -61,11 +55,13 @@ def test_what_waits_is_computed_together_and_what_went_away_not_at_all() -> None
         await gate.has_begun()
         rest = [asyncio.create_task(queue.submit([Job(payload, 1)])) for payload in (2, 4, 6)]
         await asyncio.sleep(0)  # the loop is free while something is computed: they are in the queue now
+        assert (queue.num_running, queue.num_waiting) == (1, 3)
         rest[1].cancel()
         gate.go_on.release(2)
         assert await asyncio.wait_for(first, 10) == [0]
         assert await asyncio.wait_for(asyncio.gather(rest[0], rest[2]), 10) == [[20], [60]]
         assert gate.batches == [[0], [2, 6]]
+        assert (queue.num_running, queue.num_waiting) == (0, 0)
         await queue.close()
 
     asyncio.run(run())

@@ -1,0 +1,67 @@
+"""The text of an answer while its tokens come: only what later tokens cannot change, and nothing of a stop text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from practicum.rollout.serving.texts import Encoder
+
+_HALF = "\N{REPLACEMENT CHARACTER}"  # what a character looks like whose last bytes have not come
+
+
+class Spelling:
+    """Pieces joined are the text that `finish` alone would give for all tokens at once."""
+
+    def __init__(
+        self, encoder: Encoder, stops: Sequence[str], *, keeps_stop: bool = False, skip_special_tokens: bool = True
+    ) -> None:
+        self._encoder = encoder
+        self._stops = stops
+        self._keeps_stop = keeps_stop
+        self._skip_special_tokens = skip_special_tokens
+        self._ids: list[int] = []
+        self._settled = self._read = 0  # tokens before these give text that stays, and text that was taken
+        self._text = ""
+        self._num_told = 0
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """What is certain now, and was not told before."""
+        self._ids.extend(token_ids)
+        # A token may be spelled differently after others (a space before a word): it is decoded with some before it.
+        before = self._decode(self._ids[self._settled : self._read])
+        now = self._decode(self._ids[self._settled :])
+        if len(now) > len(before) and not now.endswith(_HALF):
+            self._text += now[len(before) :]
+            self._settled, self._read = self._read, len(self._ids)
+        text, is_stopped = self._cut(self._text)
+        return self._tell(text if is_stopped else text[: len(text) - self._num_doubtful(text)])
+
+    def finish(self, token_ids: Sequence[int]) -> str:
+        """The rest of the text, when these are all tokens of the answer."""
+        return self._tell(self._cut(self._decode(token_ids))[0])
+
+    def _tell(self, text: str) -> str:
+        piece = text[self._num_told :]
+        self._num_told += len(piece)
+        return piece
+
+    def _cut(self, text: str) -> tuple[str, bool]:
+        """Before the stop text that is complete first, or after it if that is kept."""
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if not found:
+            return text, False
+        end, at = min(found)
+        return text[: end if self._keeps_stop else at], True
+
+    def _num_doubtful(self, text: str) -> int:
+        """Characters at the end that may become a stop text."""
+        longest = 0
+        for stop in self._stops:
+            for length in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._encoder.decode(token_ids, skip_special_tokens=self._skip_special_tokens) if len(token_ids) else ""

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from practicum.errors import RolloutError
+from practicum.models import load_model
+from practicum.rollout.remote.openai import OpenAIRollout
+from practicum.types import Prompt, RolloutRequest, SamplingParams
+from practicum.weights import WeightUpdate
+from tests.rollout.contract import EngineContract
+from tests.rollout.fake_completions import FakeServer
+
+
+def ask(seed: int = 0, num_answers: int = 1) -> RolloutRequest:
+    ids = np.array([5, 6, 7], np.int32)
+    return RolloutRequest(Prompt(f"p{seed}", text="x"), ids, SamplingParams(6, num_answers=num_answers), seed)
+
+
+class ModelServer(FakeServer):
+    """As `practicum serve` with a transformers model."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("practicum", delay_s=0.001, most_tokens=128, version=0, logits=self._logits)
+        self._load({"path": path, "version": 0})
+        self.on_update = self._load
+
+    def _load(self, body: dict[str, Any]) -> None:
+        self._model = load_model(body["path"]).eval()
+        self._known: dict[tuple[int, ...], np.ndarray] = {}
+        self.version = body["version"]
+
+    @torch.no_grad()
+    def _logits(self, ids: list[int]) -> np.ndarray:
+        key = tuple(ids)
+        if key not in self._known:
+            logits: np.ndarray = (
+                self._model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].double().numpy()
+            )
+            self._known[key] = logits
+        return self._known[key]
+
+
+class TestContract(EngineContract):
+    draws_like_us = False
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls, tiny_model: Path) -> Iterator[OpenAIRollout]:
+        with ModelServer(str(tiny_model)) as server:
+            engine = OpenAIRollout([server.url], model_path=str(tiny_model))
+            engine.resume()
+            yield engine
+            engine.close()
+
+
+def test_it_sleeps_wakes_up_and_takes_weights_where_the_server_can(tiny_model: Path) -> None:
+    found: list[dict[str, torch.Tensor]] = []
+    with FakeServer("practicum", version=0) as one, FakeServer("practicum", version=0) as other:
+        engine = OpenAIRollout([one.url, other.url + "/v1"], model_path=str(tiny_model))
+        engine.resume()
+        model = load_model(str(tiny_model))
+        with torch.no_grad():
+            next(model.parameters()).add_(1.0)
+        # While the folder is there.
+        one.on_update = lambda body: found.append(dict(load_model(body["path"]).named_parameters()))
+        engine.update_weights(WeightUpdate(3, model.named_parameters(), shared=False))
+        engine.release()
+        with pytest.raises(AssertionError, match="resume"):
+            engine.generate([ask()])
+        engine.resume()
+        engine.close()
+    for server in (one, other):
+        assert [path for path, _ in server.calls] == ["/wake_up", "/update_weights", "/sleep", "/wake_up"]
+        assert server.calls[1][1]["version"] == 3
+    assert not Path(one.calls[1][1]["path"]).exists()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found[0][name], parameter), name
+
+
+def test_other_servers_take_no_weights_and_need_not_know_how_to_sleep(tiny_model: Path) -> None:
+    with FakeServer("texts", tokenizer=None, owner="somebody", log_probs="raw") as bare:
+        from practicum.models import load_tokenizer
+
+        bare.tokenizer = load_tokenizer(str(tiny_model))
+        engine = OpenAIRollout([bare.url], model_path=str(tiny_model))
+        engine.resume()
+        assert len(engine.generate([ask()])) == 1
+        with pytest.raises(RolloutError, match=r"cannot be given new weights.*practicum serve"):
+            engine.update_weights(WeightUpdate(1, [], shared=False))
+        engine.release()
+        engine.close()
+    # vLLM's own /update_weights means something else.
+    with FakeServer("vllm") as vllm:
+        engine = OpenAIRollout([vllm.url], model_path=str(tiny_model))
+        engine.resume()
+        with pytest.raises(RolloutError, match="cannot be given new weights"):
+            engine.update_weights(WeightUpdate(1, [], shared=False))
+        assert "/update_weights" not in [path for path, _ in vllm.calls]
+        engine.close()
+
+
+def test_requests_go_to_the_servers_in_turn_or_all_to_the_router(tiny_model: Path) -> None:
+    with FakeServer() as one, FakeServer() as other, FakeServer() as router:
+        engine = OpenAIRollout([one.url, other.url], model_path=str(tiny_model))
+        engine.resume()
+        for server in (one, other):
+            server.requests.clear()
+        engine.generate([ask(seed) for seed in range(6)])
+        assert [len(one.requests), len(other.requests)] == [3, 3]
+        engine.close()
+        engine = OpenAIRollout([one.url, other.url], model_path=str(tiny_model), router=router.url)
+        engine.resume()
+        for server in (one, other):
+            server.requests.clear()
+        engine.generate([ask(seed) for seed in range(6)])
+        assert [len(one.requests), len(other.requests), len(router.requests)] == [0, 0, 6]
+        engine.close()
+
+
+def test_another_server_gets_what_one_failed_at(tiny_model: Path) -> None:
+    with FakeServer() as one, FakeServer() as other:
+        engine = OpenAIRollout([one.url, other.url], model_path=str(tiny_model))
+        engine.resume()
+        one.faults = ["500"]
+        assert len(engine.generate([ask(seed) for seed in range(4)])) == 4
+        engine.close()
+
+
+def test_the_token_is_sent(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "open sesame")
+    with FakeServer(token="open sesame") as server:
+        engine = OpenAIRollout([server.url], model_path=str(tiny_model), api_key_env="SOME_KEY")
+        engine.resume()
+        assert len(engine.generate([ask()])) == 1
+        engine.close()
+        engine = OpenAIRollout([server.url], model_path=str(tiny_model))
+        with pytest.raises(RolloutError, match="401"):
+            engine.resume()
+        engine.close()
+    with pytest.raises(RolloutError, match="api_key_env=NOT_THERE"):
+        OpenAIRollout([server.url], model_path=str(tiny_model), api_key_env="NOT_THERE")
+
+
+def test_bad_addresses_are_named(tiny_model: Path) -> None:
+    with pytest.raises(RolloutError, match="'localhost:8000' is no address"):
+        OpenAIRollout(["localhost:8000"], model_path=str(tiny_model))
+    with pytest.raises(RolloutError, match=r"rollout\.openai\.servers"):
+        OpenAIRollout([], model_path=str(tiny_model))
+    engine = OpenAIRollout(["http://127.0.0.1:9"], model_path=str(tiny_model))
+    with pytest.raises(RolloutError, match=r"server http://127\.0\.0\.1:9 cannot be asked"):
+        engine.resume()
+    engine.close()
+
+
+def test_log_probs_are_those_of_all_servers(tiny_model: Path) -> None:
+    ids = [np.array([3, 5, 9], np.int32)]
+    with FakeServer("practicum", version=0) as one, FakeServer("practicum", version=0) as other:
+        engine = OpenAIRollout([one.url, other.url], model_path=str(tiny_model))
+        engine.resume()
+        assert engine.log_probs(ids)[0].shape == (2,)
+        other.table = other.table + np.eye(len(other.table))
+        with pytest.raises(RolloutError, match="do not agree on log-probs"):
+            engine.log_probs(ids)
+        engine.close()

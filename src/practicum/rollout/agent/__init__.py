@@ -1,0 +1,1 @@
+"""Several turns: conversations with tools or an environment, over any engine."""

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import psutil
+import pytest
+from pydantic import Field
+
+from practicum.errors import RolloutError
+from practicum.rollout.agent.calls import BadCall, Call
+from practicum.rollout.agent.tools import Tool, ToolBox, ToolReply, as_text, describe_tools
+from tests.rollout.agents import HERE
+
+
+def search(
+    query: str,
+    limit: int = 5,
+    kind: Literal["web", "news"] = "web",
+    json: list[float] | None = None,
+    where: Annotated[str, Field(description="a country")] = "",
+) -> str:
+    """Look something up.
+
+    Takes a while.
+
+    Args:
+        query: what to look for,
+            in words
+        limit (int): how many
+        json: named like a method of pydantic's
+
+    Returns:
+        what was found
+    """
+    return f"{query} {limit} {kind} {json} {where}"
+
+
+def test_type_hints_and_docstring_become_a_schema() -> None:
+    described = Tool(search).description
+    assert (described.name, described.description) == ("search", "Look something up.\n\nTakes a while.")
+    assert described.schema["function"]["parameters"] == {
+        "type": "object",
+        "required": ["query"],
+        "properties": {
+            "query": {"type": "string", "description": "what to look for, in words"},
+            "limit": {"type": "integer", "default": 5, "description": "how many"},
+            "kind": {"type": "string", "enum": ["web", "news"], "default": "web"},
+            "json": {
+                "anyOf": [{"type": "array", "items": {"type": "number"}}, {"type": "null"}],
+                "default": None,
+                "description": "named like a method of pydantic's",
+            },
+            "where": {"type": "string", "default": "", "description": "a country"},
+        },
+    }
+
+
+def test_sphinx_docstrings_and_none_at_all() -> None:
+    def noted(x: int, y: dict[str, int]) -> None:
+        """Notes.
+
+        :param x: the first
+        :param int y: the second
+        """
+
+    def bare() -> None: ...
+
+    parameters = Tool(noted).description.parameters["properties"]
+    assert (parameters["x"]["description"], parameters["y"]["description"]) == ("the first", "the second")
+    assert parameters["y"]["additionalProperties"] == {"type": "integer"}
+    assert Tool(noted).description.description == "Notes."
+    assert Tool(bare).description.parameters == {"type": "object", "properties": {}}
+
+
+def test_arguments_are_checked_and_made_what_the_function_wants() -> None:
+    tool = Tool(search)
+    assert tool.call(tool.bind({"query": "a", "limit": "3"})) == "a 3 web None "
+    assert tool.call(tool.bind(("a", "3", "news"))) == "a 3 news None "
+    for given, complaint in [
+        ({}, "query: Field required"),
+        ({"query": "a", "limit": "many"}, "limit: Input should be a valid integer"),
+        ({"query": "a", "kind": "old"}, "kind: Input should be 'web' or 'news'"),
+        ({"query": "a", "lmit": 1}, "lmit: Extra inputs are not permitted"),
+        (("a",) * 6, "takes 5 arguments (query, limit, kind, json, where), not 6"),
+    ]:
+        with pytest.raises(ValueError) as caught:
+            tool.bind(given)  # type: ignore[arg-type]
+        assert complaint in str(caught.value)
+
+
+def no_hint(a) -> None: ...  # type: ignore[no-untyped-def]
+def any_number(*a: int) -> None: ...
+def by_place(a: int, /) -> None: ...
+def no_schema(a: asyncio.Task[None]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "complaint"),
+    [
+        (no_hint, "no_hint needs a type hint for its parameter 'a'"),
+        (any_number, "named parameters only"),
+        (by_place, "named parameters only"),
+        (no_schema, "cannot become a schema"),
+    ],
+)
+def test_functions_that_cannot_be_tools_are_refused_by_name(function: Callable[..., Any], complaint: str) -> None:
+    with pytest.raises(RolloutError, match=complaint):
+        Tool(function)
+
+
+def test_results_as_text() -> None:
+    @dataclasses.dataclass
+    class Found:
+        name: str
+        at: Path
+
+    assert as_text("as it is") == "as it is"
+    assert as_text({"a": [1, 2.5, None]}) == '{"a":[1,2.5,null]}'
+    assert as_text(Found("x", Path("/y"))) == '{"name":"x","at":"/y"}'
+    assert as_text(float("nan")) == "NaN"
+    assert as_text(object()).startswith('"<object')
+
+
+def in_box(names: list[str], calls: list[Call | BadCall], timeout_s: float = 0.5) -> tuple[list[ToolReply], ToolBox]:
+    async def run() -> tuple[list[ToolReply], ToolBox]:
+        box = ToolBox([f"{HERE}:{name}" for name in names], timeout_s, num_processes=2)
+        await box.start()
+        try:
+            return await box.call_all(calls), box
+        finally:
+            await box.close()
+
+    return asyncio.run(run())
+
+
+def test_every_call_has_a_reply_whatever_the_tool_does() -> None:
+    names = ["add", "patient", "hang", "fail", "crash"]
+    replies, box = in_box(
+        names,
+        [
+            Call("add", {"a": 1, "b": 2}),
+            Call("patient", {"seconds": 0.01}),
+            Call("patient", {"seconds": 60}),
+            Call("hang", {}),
+            Call("fail", {"text": "oh"}),
+            Call("crash", {}),
+            Call("add", {"a": "x"}),
+            Call("sub", {}),
+            Call(None, {}),
+            BadCall("not valid JSON"),
+        ],
+    )
+    assert [reply.status for reply in replies] == [
+        *("ok", "ok", "timeout", "timeout", "raised", "raised", "malformed", "unknown", "unknown", "malformed")
+    ]
+    assert [reply.text for reply in replies[:2]] == ["3", "waited"]
+    assert all(reply.text.startswith("error: ") for reply in replies[2:])
+    assert "raised KeyError: 'oh'" in replies[4].text
+    assert "there is no tool 'sub'; there are: add, patient, hang, fail, crash" in replies[7].text
+    assert sum(box.counts.values()) == 10 and box.counts["timeout"] == 2
+
+
+def test_a_call_without_a_name_means_the_only_tool() -> None:
+    replies, _ = in_box(["add"], [Call(None, ("1", "2")), Call(None, ())])
+    assert replies[0] == ToolReply("add", "3") and replies[1].status == "malformed"
+
+
+def test_async_tools_run_side_by_side_and_nothing_is_left_behind() -> None:
+    replies, _ = in_box(["meet"], [Call("meet", {"num": 50})] * 50, timeout_s=30.0)
+    assert [reply.text for reply in replies] == ["50"] * 50
+    (reply,), _ = in_box(["pid"], [Call("pid", {})])
+    assert not psutil.pid_exists(int(reply.text)) or psutil.Process(int(reply.text)).status() == "zombie"
+
+
+def test_tools_are_described_without_importing_their_file_here(tmp_path: Path) -> None:
+    (tmp_path / "marked.py").write_text("import sys; sys.modules['was_here'] = sys\ndef f(a: int): 'Fff.'")
+    (described,) = describe_tools([f"{tmp_path}/marked.py:f"])
+    assert (described.name, described.description, described.is_async) == ("f", "Fff.", False)
+    assert "was_here" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("specs", "complaint"),
+    [
+        (["nowhere.py:f"], "file nowhere.py does not exist"),
+        ([f"{HERE}:add", f"{HERE}:add"], "two tools are called 'add'"),
+        (["builtins:max"], "does not say what it takes"),
+    ],
+)
+def test_tools_that_cannot_be_used_are_refused(specs: list[str], complaint: str) -> None:
+    with pytest.raises(RolloutError, match=complaint):
+        describe_tools(specs)
+
+
+def test_the_processes_of_tools_need_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "heavy.py").write_text("import sys\ndef heavy() -> bool: return 'torch' in sys.modules")
+
+    async def run() -> ToolReply:
+        box = ToolBox([f"{tmp_path}/heavy.py:heavy"], 5.0, num_processes=1)
+        await box.start()
+        try:
+            return await box.call(Call("heavy", {}))
+        finally:
+            await box.close()
+
+    assert asyncio.run(run()).text == "false"

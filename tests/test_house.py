@@ -17,17 +17,20 @@ ALLOWED: dict[str, set[str]] = {
     "types": {"errors"},
     "config": {"errors", "types"},
     "models": {"errors", "types"},
+    "functions": {"errors"},
     "controller": BASE - {"types"},
     "algo": BASE,
     "data": BASE,
     "weights": BASE,
-    "rollout": BASE | {"models", "controller", "weights"},
-    "reward": BASE | {"models", "controller", "rollout"},
+    "processes": BASE,
+    "replay": BASE,
+    "rollout": BASE | {"models", "controller", "weights", "replay", "processes", "functions"},
+    "reward": BASE | {"models", "controller", "rollout", "processes", "functions"},
     "train": BASE | {"models", "controller", "algo", "data", "weights"},
-    "loop": BASE | {"models", "controller", "algo", "data", "weights", "rollout", "reward", "train"},
+    "loop": BASE | {"models", "controller", "algo", "data", "weights", "rollout", "reward", "train", "replay"},
     "demo": BASE | {"models", "loop"},
     "__main__": {"cli"},
-    "cli": BASE | {"loop", "demo", "reward"},
+    "cli": BASE | {"loop", "demo", "reward", "rollout"},
     "__init__": BASE | {"loop"},
 }
 
@@ -71,7 +74,7 @@ WITHOUT_BEHAVIOUR = {
     "__main__.py",
     "config/base.py",
     "reward/graders/base.py",
-    "reward/processes/work.py",
+    "processes/work.py",
     "weights/update.py",
 }
 

@@ -22,6 +22,7 @@ from practicum.controller import (
     RayWorkerGroup,
     Worker,
     WorkerGroup,
+    wait_any,
 )
 from practicum.errors import CallError, ConfigError, WorkerDied, WorkerError
 
@@ -156,6 +157,19 @@ def test_scatter_splits_along_the_batch_and_joins_in_order(counters: WorkerGroup
     assert counters.scatter(Counter.squares, range(count), offset=1) == [i * i + 1 for i in range(count)]
     array = counters.scatter(Counter.doubled, np.arange(count))
     np.testing.assert_array_equal(array, np.arange(count) * 2)
+
+
+def test_one_rank_can_be_called_by_its_number(counters: WorkerGroup[Counter]) -> None:
+    assert [counters.execute_rank(rank, Counter.place)[0] for rank in range(NUM_RANKS)] == list(range(NUM_RANKS))
+    calls = [counters.execute_rank_async(rank, Counter.seen, [rank]) for rank in (3, 1)]
+    waiting = list(calls)
+    while waiting:
+        came = wait_any(waiting, 30.0)
+        assert came
+        waiting = [call for call in waiting if call not in came]
+    assert [call.result() for call in calls] == [(3, [3]), (1, [1])]
+    with pytest.raises(CallError, match="ranks 0 to 3, not 4"):
+        counters.execute_rank(NUM_RANKS, Counter.place)
 
 
 def test_scatter_with_a_split_and_a_gather_of_ones_own(counters: WorkerGroup[Counter]) -> None:

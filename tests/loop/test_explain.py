@@ -18,6 +18,26 @@ def test_it_tells_config_placement_algebra_and_memory(make_config: Callable[...,
     assert "(shared with the actor)" in explanation(make_config())
 
 
+def test_it_tells_where_writers_live(make_config: Callable[..., Config]) -> None:
+    def told(*overrides: str) -> str:
+        return explanation(make_config("controller.backend=ray", *overrides))
+
+    assert "writers:  in the learners' processes, with their weights: one hf engine in each" in told()
+    apart = told("rollout.placement=colocated", "trainer.num_workers=2", "rollout.engine=native")
+    assert "learners: 2 x actor, cpu" in apart
+    assert "writers:  2 x native engine, in the same pool, asleep while the learners learn" in apart
+    assert "(shared with the actor)" not in told("rollout.placement=standalone")
+    assert "writers:  1 x hf engine, on places of their own" in told("rollout.placement=standalone")
+    assert "writers:  3 x hf engine" in told("rollout.placement=standalone", "rollout.replicas=3")
+    servers = told(
+        "rollout.engine=openai", "rollout.placement=standalone", "rollout.openai.servers=[http://a:1, http://b:2]"
+    )
+    assert "servers at http://a:1, http://b:2, asked by one process beside the pool; a router in front" in servers
+    assert "rollout (standalone, hf, with weights of its own)" in explanation(
+        make_config("rollout.placement=standalone")
+    )
+
+
 def test_parameters_are_counted_without_loading(make_config: Callable[..., Config]) -> None:
     path = make_config().model.path
     assert count_parameters(load_config(path)) == sum(p.numel() for p in load_model(path).parameters())

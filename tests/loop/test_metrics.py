@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from practicum.data import pack
 from practicum.loop.metrics import StepReport, Stopwatch, rollout_metrics, update_metrics
 from practicum.train import UpdateStats
-from practicum.types import Score
+from practicum.types import Score, TrainingSample
 from tests.samples import make_sample
 
 
@@ -16,6 +19,18 @@ def test_means_are_over_graded_samples_only() -> None:
     assert metrics["reward/mean"] == 0.5
     assert metrics["reward/failed_share"] == pytest.approx(1 / 3)
     assert metrics["rollout/answer_tokens"] == 2.0
+
+
+def test_what_tools_said_counts_for_nothing() -> None:
+    sample = make_sample(answer=4)
+    said = np.array([True, False, False, True])
+    log_probs = np.where(said, sample.log_probs, np.nan).astype(np.float32)
+    talk = replace(sample, loss_mask=said, log_probs=log_probs, versions=np.where(said, 1, -1).astype(np.int32))
+    metrics = rollout_metrics([talk], [Score(1.0)])
+    assert metrics["rollout/answer_tokens"] == 2.0
+    assert all(np.isfinite(value) for value in metrics.values())
+    learnt = pack([TrainingSample(talk, np.ones(4, np.float32))])
+    assert learnt.rollout_log_probs.tolist() == sample.log_probs[said].tolist()
 
 
 def test_parts_of_a_score_have_metrics_of_their_own() -> None:

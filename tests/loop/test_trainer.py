@@ -14,7 +14,7 @@ from practicum import Config, Trainer
 from practicum.errors import ConfigError, DataError, ModelError, ResourceError, RewardError
 from practicum.loop.run_folder import read_metrics
 from practicum.models import load_model
-from tests.reward.serving.models import save_classifier
+from tests.rollout.serving.models import save_classifier
 
 MakeConfig = Callable[..., Config]
 
@@ -93,6 +93,37 @@ def test_ray_and_two_workers_give_the_same_result(make_config: MakeConfig, tmp_p
     for name, tensor in results["local"][1].items():
         assert torch.equal(tensor, results["ray"][1][name])
         assert (tensor - results["two"][1][name]).abs().max() < 1e-4, name
+
+
+@pytest.mark.parametrize("engine", ["hf", "native"])
+def test_a_writer_with_weights_of_its_own_is_as_good_in_this_process(
+    make_config: MakeConfig, tmp_path: Path, engine: str
+) -> None:
+    rows = {}
+    for placement in ("hybrid", "standalone"):
+        where = [
+            f"rollout.engine={engine}",
+            f"rollout.placement={placement}",
+            f"trainer.run_dir={tmp_path / placement}",
+        ]
+        assert all(report.kl < 1e-5 for report in Trainer(make_config("trainer.steps=3", *where)).steps())
+        rows[placement] = timeless(read_metrics(tmp_path / placement))
+    assert [row["reward/mean"] for row in rows["standalone"][1:]] == [row["reward/mean"] for row in rows["hybrid"][1:]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["colocated", "standalone"])
+def test_writers_in_processes_of_their_own_give_the_same_result(
+    make_config: MakeConfig, tmp_path: Path, ray_session: None, placement: str
+) -> None:
+    short = ("trainer.steps=2", "data.prompts_per_step=5")
+    reports = list(Trainer(make_config(*short, f"trainer.run_dir={tmp_path / 'local'}")).steps())
+    where = ["controller.backend=ray", f"rollout.placement={placement}", f"trainer.run_dir={tmp_path / 'ray'}"]
+    apart = list(Trainer(make_config(*short, *where)).steps())
+    assert all(report.kl < 1e-5 for report in apart)
+    assert [report.reward for report in apart] == pytest.approx([report.reward for report in reports], abs=1e-6)
+    first, second = weights(tmp_path / "local", 2), weights(tmp_path / "ray", 2)
+    assert all((tensor - second[name]).abs().max() < 1e-4 for name, tensor in first.items())
 
 
 def test_ungraded_samples_are_left_out_not_counted_as_zero(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
+import ray
+
 from practicum.controller.batch import join_batches, split_batch
 from practicum.errors import WorkerError
 
@@ -91,6 +93,26 @@ class GatherAndCut:
 
     def __call__(self, replies: list[Any]) -> Any:
         return self.split(self.gather(replies), self.parts)[self.part]
+
+
+def wait_any(futures: Sequence[GroupFuture[Any]], timeout_s: float) -> list[GroupFuture[Any]]:
+    """Those whose replies have all come, or failed, or are late; waits up to `timeout_s` for the first. What has become
+    of them, `result` tells without more ado."""
+    deadline = min([time.monotonic() + timeout_s, *(future._deadline for future in futures)])
+    refs = [handle for future in futures for handle in future.handles if isinstance(handle, ray.ObjectRef)]
+    known = list(dict.fromkeys(refs))
+    num_awaited = 1
+    while True:
+        missing: list[Any] = []
+        if known:
+            ray.wait(known, num_returns=num_awaited, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
+            came, late = ray.wait(known, num_returns=len(known), timeout=0, fetch_local=False)
+            missing = late
+            num_awaited = min(len(known), len(came) + 1)
+        now = time.monotonic()
+        ready = [f for f in futures if now >= f._deadline or not any(handle in missing for handle in f.handles)]
+        if ready or now >= deadline:
+            return ready
 
 
 def only(replies: list[Any]) -> Any:

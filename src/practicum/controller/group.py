@@ -4,6 +4,7 @@ A call names the method by reference, so that the type checker sees method and a
 
     group.execute_all(Counter.add, [1, 2, 3])      every rank, the same arguments    -> one reply per rank
     group.execute_rank_zero(Counter.add, [1])      rank 0 only                       -> its reply
+    group.execute_rank(2, Counter.add, [1])        that rank only                    -> its reply
     group.map(Counter.add, [[1], [2]])             one argument per rank             -> one reply per rank
     group.scatter(Counter.square, [1, 2, 3])       split along the batch             -> replies joined in order
     group.scatter_with(cut, glue, Counter.f, x)    the same with a split and a gather of one's own
@@ -90,10 +91,20 @@ class WorkerGroup(ABC, Generic[W]):
     def execute_rank_zero_async(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> GroupFuture[R]:
-        return self._start(self._call(method, args, kwargs), only, ranks=[0], answering=[0])
+        return self.execute_rank_async(0, method, *args, **kwargs)
 
     def execute_rank_zero(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         return self.execute_rank_zero_async(method, *args, **kwargs).result()
+
+    def execute_rank_async(
+        self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> GroupFuture[R]:
+        if not 0 <= rank < self.world_size:
+            raise CallError(f"group {self.name!r} has ranks 0 to {self.world_size - 1}, not {rank}")
+        return self._start(self._call(method, args, kwargs), only, ranks=[rank], answering=[rank])
+
+    def execute_rank(self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.execute_rank_async(rank, method, *args, **kwargs).result()
 
     def map_async(
         self,

@@ -29,7 +29,9 @@ def explanation(config: Config) -> str:
 
 def _placement(config: Config) -> str:
     if config.controller.backend == "local":
-        return "this process: actor + rollout (hybrid), graders; no Ray, for a debugger"
+        how = "with the actor's weights" if config.rollout.placement == "hybrid" else "with weights of its own"
+        writer = f"rollout ({config.rollout.placement}, {config.rollout.engine}, {how})"
+        return f"this process: actor + {writer}, graders; no Ray, for a debugger"
     workers, device = config.trainer.num_workers, resolve_device(config.trainer.device).type
     where = f"joined at {config.controller.address}" if config.controller.address else "started on this machine"
     threads = config.trainer.threads_per_worker or max(1, num_cores() // workers)
@@ -37,11 +39,37 @@ def _placement(config: Config) -> str:
         [
             f"Ray: {where}; one pool of {workers} process place{'s' if workers > 1 else ''}, each with 1 CPU"
             + (" and 1 GPU" if device == "cuda" else ""),
-            f"learners: {workers} x (actor + rollout fused in one process), {device}, {threads} thread(s) each",
+            f"learners: {workers} x {_learner(config)}, {device}, {threads} thread(s) each",
+            *_writers(config, device),
             f"graders:  {workers} x reward worker, in the same pool, CPU",
             *_models(config),
         ]
     )
+
+
+def _learner(config: Config) -> str:
+    return "(actor + rollout fused in one process)" if config.rollout.placement == "hybrid" else "actor"
+
+
+def _writers(config: Config, device: str) -> list[str]:
+    rollout = config.rollout
+    if rollout.placement == "hybrid":
+        return [f"writers:  in the learners' processes, with their weights: one {rollout.engine} engine in each"]
+    if rollout.engine == "openai":
+        router = "; a router in front" if len(rollout.openai.servers) > 1 else ""
+        return [
+            f"writers:  servers at {', '.join(rollout.openai.servers)}, asked by one process beside the pool{router}"
+        ]
+    num = str(rollout.replicas)
+    if rollout.replicas == "auto":
+        num = str(config.trainer.num_workers)
+        if rollout.placement == "standalone":
+            num = "as many as GPUs are free" if device == "cuda" else "1"
+    each = f", {rollout.vllm.tensor_parallel} GPUs each" if rollout.vllm.tensor_parallel > 1 else ""
+    where = "in the same pool, asleep while the learners learn"
+    if rollout.placement == "standalone":
+        where = "on places of their own beside the pool"
+    return [f"writers:  {num} x {rollout.engine} engine{each}, {where}; weights come by a channel"]
 
 
 def _models(config: Config) -> list[str]:
@@ -59,10 +87,12 @@ def _memory(config: Config) -> str:
     num_parameters = count_parameters(hf)
     workers = config.trainer.num_workers
     compute_bytes = 2 if config.model.dtype == "bfloat16" else _FLOAT32
-    shared = workers == 1 and config.model.dtype == "float32"
+    is_hybrid = config.rollout.placement == "hybrid"
+    shared = is_hybrid and workers == 1 and config.model.dtype == "float32"
+    writers = workers if is_hybrid or config.rollout.replicas == "auto" else config.rollout.replicas
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    at_once = min(config.rollout.max_batch, -(-config.samples_per_step // workers))
+    at_once = min(config.rollout.max_batch, -(-config.samples_per_step // writers))
     micro = min(config.actor.micro_batch_tokens, config.samples_per_step * config.max_sequence_tokens)
     learnt = micro * config.rollout.max_new_tokens // config.max_sequence_tokens
     layers_kept = 1 if config.actor.gradient_checkpointing else text.num_hidden_layers

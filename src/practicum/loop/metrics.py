@@ -63,7 +63,7 @@ class Stopwatch:
 
 def rollout_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> dict[str, float]:
     values = [score.value for score in scores if score.value is not None]
-    lengths = [len(sample.token_ids) for sample in samples]
+    lengths = [int(sample.loss_mask.sum()) for sample in samples]  # without what tools and users said
     parts: dict[str, list[float]] = {}
     for score in scores:
         for name, value in score.parts.items():

@@ -3,16 +3,17 @@
     prompts ─▶ rollout ─▶ reward ─▶ advantages ─▶ update ─▶ weights, version + 1
                  samples     scores     on the driver   all ranks together
 
-Answers are graded as they are written; every other stage waits for all of the one before it. Actor and rollout are two
-roles fused in one process per rank (hybrid placement); reward workers and replicas of a reward model share the pool in
-processes of their own.
+Answers are graded as they are written; every other stage waits for all of the one before it. Who writes them is the
+rollout manager's matter: the learners' own processes (hybrid placement), others on the same places, or on places of
+their own. Reward workers and replicas of a reward model share the pool in processes of their own.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,23 @@ from numpy.typing import NDArray
 
 from practicum.algo import ADVANTAGES
 from practicum.config import Config
-from practicum.controller import Controller, FusedWorker, RayClassWithInitArgs, open_controller
+from practicum.controller import open_controller
 from practicum.data import ShuffledStream, plan_micro_batches, read_prompts
 from practicum.errors import ConfigError, DataError, RewardError
 from practicum.loop.metrics import StepReport, Stopwatch, rollout_metrics, update_metrics
 from practicum.loop.run_folder import RunFolder, RunState
 from practicum.loop.trackers import open_trackers
-from practicum.models import absolute, encode_prompts, load_config, load_tokenizer, num_cores
+from practicum.loop.writers import open_learners
+from practicum.models import absolute, encode_prompts, load_config, load_tokenizer
 from practicum.reward import GradedBatch, GradingRound, Progress, check_reward, open_reward_centre
-from practicum.rollout import RolloutWorker
-from practicum.train import ActorSettings, ActorWorker, MiniBatch, UpdateStats
+from practicum.rollout.agent.tools import describe_tools
+from practicum.train import ActorWorker, MiniBatch, UpdateStats
 from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams, TrainingSample
 
 EncodedPrompt = tuple[Prompt, NDArray[np.int32]]
 _log = logging.getLogger("practicum")
 _SHOWN_ANSWERS = 8
-_NUM_GROUPS = 3  # that may share the pool: learners, graders, replicas of a reward model
+_NUM_GROUPS = 3  # that may share the pool: learners, graders, replicas of a reward model; colocated writers come on top
 _PROGRESS_EVERY_S = 10.0
 _TRAINING, _VALIDATION = 0, 1  # streams of random numbers
 
@@ -53,6 +55,7 @@ class Trainer:
         self.rubric = check_reward(config.reward)
         _check_length(config, load_config(config.model.path))
         tokenizer = load_tokenizer(config.model.path)
+        self._tools = [tool.schema for tool in describe_tools(config.rollout.agent.tools)]
         self._train_prompts = self._read(config.data.train, tokenizer)
         self._validation_prompts: list[EncodedPrompt] = []
         if config.data.validation is not None:
@@ -102,39 +105,41 @@ class Trainer:
         with self._reward.round() as grading:
             with watch.phase("rollout"):
                 requests = self._requests(prompts, self.config.rollout.sampling, _TRAINING, number)
-                samples = self._written(requests, grading)
+                samples, order = self._written(requests, grading)
             with watch.phase("reward"):
-                graded = grading.result(groups.tolist())
+                graded = grading.result(groups[order].tolist()).in_places(order)
         batch, signal = self._with_advantages(samples, graded, groups)
         with watch.phase("update"):
             plans = self._shared_out(batch, groups)
             stats = UpdateStats.combined(self._actors.map(ActorWorker.update, plans))
         with watch.phase("weights"):
-            self._rollout.execute_all(RolloutWorker.update_weights, number)
+            self._rollout.update_weights(number)
         if number % self.config.trainer.log_answers_every == 0 or number == 1:
             shown = slice(None, None, max(1, len(samples) // _SHOWN_ANSWERS))  # of different prompts
             self._folder.write_answers(number, samples[shown], graded.scores[shown])
         metrics = rollout_metrics(samples, graded.scores) | update_metrics(stats) | graded.report.metrics()
         metrics |= {"reward/groups_with_signal": signal}
-        metrics |= watch.metrics(sum(len(sample.token_ids) for sample in samples))
+        if self._rollout.num_restarts:  # not the same in a run that was resumed, so it stands beside the times
+            metrics |= {"time/replica_restarts": float(self._rollout.num_restarts)}
+        metrics |= watch.metrics(sum(int(sample.loss_mask.sum()) for sample in samples))
         if self._validation_prompts and self._due(number, self.config.validation.every):
             metrics |= self._validate(number, watch)
         return metrics
 
-    def _written(self, requests: Sequence[RolloutRequest], grading: GradingRound) -> list[Sample]:
-        """The answers to all requests, handed over for grading wave by wave while the next ones are being written."""
-        wave = max(1, self.config.rollout.max_batch // requests[0].params.num_answers)
-        wave *= self.config.trainer.num_workers
-        under_way = [
-            self._rollout.scatter_async(RolloutWorker.generate, requests[start : start + wave])
-            for start in range(0, len(requests), wave)
-        ]
-        samples: list[Sample] = []
-        for future in under_way:
-            written = future.result()
-            grading.add(written)
-            samples += written
-        return samples
+    def _written(self, requests: Sequence[RolloutRequest], grading: GradingRound) -> tuple[list[Sample], list[int]]:
+        """The answers to all requests in their order; and their places in the order in which they were finished and
+        handed over for grading."""
+        ends = list(itertools.accumulate(request.params.num_answers for request in requests))
+        samples: dict[int, Sample] = {}
+        with closing(self._rollout.write(requests)) as writing:
+            for answers in writing:
+                grading.add([answer.sample for answer in answers])
+                samples |= {
+                    ends[answer.request] - requests[answer.request].params.num_answers + answer.number: answer.sample
+                    for answer in answers
+                }
+        assert len(samples) == ends[-1]
+        return [samples[place] for place in range(len(samples))], list(samples)
 
     def _with_advantages(
         self, samples: Sequence[Sample], graded: GradedBatch, groups: NDArray[np.int64]
@@ -177,8 +182,8 @@ class Trainer:
         with watch.phase("validation"):
             requests = self._requests(self._validation_prompts, params, _VALIDATION, 0)
             with self._reward.round() as grading:
-                samples = self._written(requests, grading)
-                scores = grading.result().scores
+                samples, order = self._written(requests, grading)
+                scores = grading.result().in_places(order).scores
         self._folder.write_validation(number, samples, scores)
         values = [score.value for score in scores if score.value is not None]
         return {
@@ -215,41 +220,23 @@ class Trainer:
                 config.controller.backend,
                 num_workers=config.trainer.num_workers,
                 use_gpu={"cpu": False, "cuda": True, "auto": None}[config.trainer.device],
-                max_colocate_count=_NUM_GROUPS,
+                max_colocate_count=_NUM_GROUPS + (config.rollout.placement == "colocated"),
                 address=config.controller.address,
                 start_timeout_s=config.controller.start_timeout_s,
                 call_timeout_s=config.controller.call_timeout_s,
             )
         )
-        self._start_learners(controller, absolute(resumed.model_path if resumed else config.model.path))
+        model_path = absolute(resumed.model_path if resumed else config.model.path)
+        self._actors, self._rollout = stack.enter_context(open_learners(config, controller, model_path))
+        self._share_rows = self._actors.execute_rank_zero(ActorWorker.shares_rows)
+        if not self._share_rows:
+            self._notify("this model cannot keep samples in one row apart: each gets a row of its own, with padding")
         self._reward = stack.enter_context(
             open_reward_centre(config.reward, controller, on_progress=self._say_progress)
         )
         if resumed:
             self._actors.execute_all(ActorWorker.load, str(resumed.folder.resolve()))
-        self._rollout.execute_all(RolloutWorker.update_weights, resumed.state.step if resumed else 0)
-
-    def _start_learners(self, controller: Controller, model_path: str) -> None:
-        config = self.config
-        device = config.trainer.device
-        if config.controller.backend == "ray":
-            device = "cuda" if controller.uses_gpu else "cpu"
-        actor = RayClassWithInitArgs(ActorWorker, actor_settings(config, model_path, device))
-        rollout = RayClassWithInitArgs(
-            RolloutWorker,
-            engine=config.rollout.engine,
-            model_path=model_path,
-            device=device,
-            dtype=config.model.dtype,
-            max_batch=config.rollout.max_batch,
-            weights_from="actor",
-        )
-        fused = controller.group(RayClassWithInitArgs(FusedWorker, actor=actor, rollout=rollout), name="learners")
-        self._actors = fused.role("actor", ActorWorker)
-        self._rollout = fused.role("rollout", RolloutWorker)
-        self._share_rows = self._actors.execute_rank_zero(ActorWorker.shares_rows)
-        if not self._share_rows:
-            self._notify("this model cannot keep samples in one row apart: each gets a row of its own, with padding")
+        self._rollout.update_weights(resumed.state.step if resumed else 0)
 
     def _say_progress(self, progress: Progress) -> None:
         if progress.seconds < self._said_at_s:  # of the round before
@@ -262,7 +249,7 @@ class Trainer:
         data = self.config.data
         keys = {"prompt_key": data.prompt_key, "answer_key": data.answer_key}
         prompts = read_prompts(path, **keys, check=self.rubric.check)
-        encoded = list(zip(prompts, encode_prompts(tokenizer, prompts), strict=True))
+        encoded = list(zip(prompts, encode_prompts(tokenizer, prompts, self._tools), strict=True))
         short = [(prompt, ids) for prompt, ids in encoded if len(ids) <= data.max_prompt_tokens]
         if len(short) == len(encoded):
             return short
@@ -283,25 +270,3 @@ def _check_length(config: Config, model_config: Any) -> None:
             f"{config.rollout.max_new_tokens} = {config.max_sequence_tokens} tokens, "
             f"but model {config.model.path!r} has positions for {longest}."
         )
-
-
-def actor_settings(config: Config, model_path: str, device: str) -> ActorSettings:
-    actor, trainer = config.actor, config.trainer
-    return ActorSettings(
-        model_path=model_path,
-        device=device,
-        compute_dtype=config.model.dtype,
-        threads=trainer.threads_per_worker or max(1, num_cores() // trainer.num_workers),
-        seed=trainer.seed,
-        lr=actor.lr,
-        lr_schedule=actor.lr_schedule,
-        num_updates=trainer.steps * actor.mini_batches,
-        num_warmup=actor.warmup_steps * actor.mini_batches,
-        weight_decay=actor.weight_decay,
-        max_grad_norm=actor.max_grad_norm,
-        clip_low=actor.clip_low,
-        clip_high=actor.clip_high,
-        temperature=config.rollout.temperature,
-        gradient_checkpointing=actor.gradient_checkpointing,
-        collective_timeout_s=config.controller.call_timeout_s,
-    )

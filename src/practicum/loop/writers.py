@@ -1,0 +1,142 @@
+"""Learners and writers: the trainer's processes, and the replicas that write with its weights, wherever they live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from practicum.config import Config
+from practicum.controller import Controller, FusedWorker, RayClassWithInitArgs, WorkerGroup
+from practicum.models import num_cores
+from practicum.reward.router import Router
+from practicum.rollout.engines import EngineSettings
+from practicum.rollout.manager import RolloutManager
+from practicum.rollout.placement import ReplicaSettings, hybrid_manager, open_replicas
+from practicum.rollout.worker import RolloutWorker
+from practicum.train import ActorSettings, ActorWorker
+from practicum.weights import ChannelSettings, Place, Ticket, choose
+
+
+@contextmanager
+def open_learners(
+    config: Config, controller: Controller, model_path: str
+) -> Iterator[tuple[WorkerGroup[ActorWorker], RolloutManager]]:
+    """The trainer's group and the writers, which end with the block."""
+    device = config.trainer.device
+    if config.controller.backend == "ray":
+        device = "cuda" if controller.uses_gpu else "cpu"
+    actor = RayClassWithInitArgs(ActorWorker, actor_settings(config, model_path, device))
+    engine = EngineSettings.of(
+        config.rollout,
+        model_path,
+        device=device,
+        dtype=config.model.dtype,
+        start_timeout_s=config.controller.start_timeout_s,
+    )
+    settings = ReplicaSettings(
+        threads=config.trainer.threads_per_worker,
+        start_timeout_s=config.controller.start_timeout_s,
+        call_timeout_s=config.controller.call_timeout_s,
+        num_spared=_num_spared(config),
+    )
+    if config.rollout.placement == "hybrid":
+        rollout = RayClassWithInitArgs(
+            RolloutWorker,
+            replace(engine, stays_loaded=True),
+            weights_from="actor",
+            agent=config.rollout.agent,
+            is_partial=config.rollout.partial,
+            timeout_s=config.controller.call_timeout_s,
+        )
+        fused = controller.group(RayClassWithInitArgs(FusedWorker, actor=actor, rollout=rollout), name="learners")
+        with hybrid_manager(fused.role("rollout", RolloutWorker), settings) as manager:
+            yield fused.role("actor", ActorWorker), manager
+        return
+    actors = controller.group(actor, name="learners")
+    with ExitStack() as stack:
+        engine = _served(stack, config, controller, engine)
+        weights = ActorWeights(actors, config.model.dtype, config.controller.call_timeout_s)
+        yield actors, stack.enter_context(open_replicas(config.rollout, controller, engine, weights, settings))
+
+
+class ActorWeights:
+    """What replicas with weights of their own need of the learners."""
+
+    def __init__(self, actors: WorkerGroup[ActorWorker], dtype: str, timeout_s: float) -> None:
+        self._actors = actors
+        self._dtype = dtype
+        self._timeout_s = timeout_s
+
+    def open(self, engines: Sequence[Place]) -> None:
+        channel = choose(self._actors.execute_rank_zero(ActorWorker.place), engines)
+        settings = ChannelSettings(
+            timeout_s=self._timeout_s,
+            num_receivers=len(engines),
+            host=self._actors.execute_rank_zero(ActorWorker.address),
+        )
+        self._actors.execute_all(ActorWorker.open_channel, channel, settings)
+
+    def invite(self, version: int, num_receivers: int) -> Ticket | None:
+        return self._actors.execute_rank_zero(ActorWorker.invite, version, num_receivers)
+
+    def send(self, version: int) -> Callable[[], Ticket]:
+        sending = self._actors.execute_all_async(ActorWorker.send, version, self._dtype)
+
+        def sent() -> Ticket:
+            ticket = sending.result()[0]
+            assert ticket is not None, "rank 0 sends"
+            return ticket
+
+        return sent
+
+    def log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        return self._actors.execute_all(ActorWorker.log_probs, sequences)[0]
+
+
+def actor_settings(config: Config, model_path: str, device: str) -> ActorSettings:
+    actor, trainer = config.actor, config.trainer
+    return ActorSettings(
+        model_path=model_path,
+        device=device,
+        compute_dtype=config.model.dtype,
+        threads=trainer.threads_per_worker or max(1, num_cores() // trainer.num_workers),
+        seed=trainer.seed,
+        lr=actor.lr,
+        lr_schedule=actor.lr_schedule,
+        num_updates=trainer.steps * actor.mini_batches,
+        num_warmup=actor.warmup_steps * actor.mini_batches,
+        weight_decay=actor.weight_decay,
+        max_grad_norm=actor.max_grad_norm,
+        clip_low=actor.clip_low,
+        clip_high=actor.clip_high,
+        temperature=config.rollout.temperature,
+        gradient_checkpointing=actor.gradient_checkpointing,
+        collective_timeout_s=config.controller.call_timeout_s,
+    )
+
+
+def _served(stack: ExitStack, config: Config, controller: Controller, engine: EngineSettings) -> EngineSettings:
+    """With a router in front of several servers; the run's folder is where they may find new weights."""
+    if config.rollout.engine != "openai":
+        return engine
+    more: dict[str, Any] = {"exchange_dir": str(Path(config.trainer.run_dir).resolve())}
+    servers = config.rollout.openai.servers
+    if len(servers) > 1:
+        timeout_s = config.controller.call_timeout_s
+        router = Router(servers, host=controller.address, wait_timeout_s=timeout_s, response_timeout_s=timeout_s)
+        more["router"] = stack.enter_context(router.start_process()).url
+    return replace(engine, **more)
+
+
+def _num_spared(config: Config) -> int:
+    """Free places that a reward model is going to ask for."""
+    model = config.reward.model
+    if model is None or model.placement != "standalone":
+        return 0
+    return 1 if model.replicas == "auto" else model.replicas

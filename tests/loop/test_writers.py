@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from practicum import Config, Trainer
+from practicum.controller import Controller, open_controller
+from practicum.errors import RolloutError
+from practicum.loop.run_folder import read_metrics
+from practicum.loop.writers import ActorWeights, actor_settings, open_learners
+from tests.rollout.remote.test_openai import ModelServer
+from tests.rollout.writers import requests_of
+
+MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture
+def local() -> Iterator[Controller]:
+    with open_controller("local", num_workers=1, use_gpu=False, max_colocate_count=1) as controller:
+        yield controller
+
+
+@pytest.fixture
+def two_servers(tiny_model: Path) -> Iterator[list[str]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(ModelServer(str(tiny_model))).url for _ in range(2)]
+
+
+def test_hybrid_writers_are_a_role_of_the_learners(make_config: MakeConfig, local: Controller) -> None:
+    config = make_config()
+    with open_learners(config, local, config.model.path) as (actors, manager):
+        assert [replica.name for replica in manager.replicas] == [actors.name] == ["learners"]
+        manager.update_weights(3)
+        answers = [answer for some in manager.write(requests_of(3)) for answer in some]
+        assert {int(version) for answer in answers for version in answer.sample.versions} == {3}
+
+
+def test_others_have_the_learners_weights_sent_and_compared(make_config: MakeConfig, local: Controller) -> None:
+    config = make_config("rollout.placement=standalone")
+    with open_learners(config, local, config.model.path) as (actors, manager):
+        assert [replica.name for replica in manager.replicas] == ["rollout-0"]
+        manager.update_weights(3)
+        weights = ActorWeights(actors, "float32", 60.0)
+        sequences = requests_of(1)[0].prompt_ids
+        (trainers,), (own,) = weights.log_probs([sequences]), manager.replicas[0].log_probs([sequences])
+        assert abs(trainers - own).max() < 1e-5
+
+
+def test_settings_of_the_actor_are_those_of_the_config(make_config: MakeConfig) -> None:
+    settings = actor_settings(make_config("actor.mini_batches=2", "trainer.steps=7", "actor.lr=0.5"), "there", "cpu")
+    assert (settings.model_path, settings.device, settings.num_updates, settings.lr) == ("there", "cpu", 14, 0.5)
+
+
+def test_a_run_writes_with_servers_behind_a_router(
+    make_config: MakeConfig, two_servers: list[str], tmp_path: Path
+) -> None:
+    where = ["rollout.engine=openai", "rollout.placement=standalone", f"rollout.openai.servers={two_servers}"]
+    short = ["data.prompts_per_step=2", "rollout.answers_per_prompt=2", "validation.max_prompts=1"]
+    reports = list(Trainer(make_config(*where, *short)).steps())
+    assert all(report.kl < 1e-4 for report in reports)  # every server has the weights of each step
+    assert len(read_metrics(tmp_path / "run")) == 3
+    assert not list((tmp_path / "run").glob("weights-*"))
+
+
+def test_a_server_that_is_not_there_stops_the_run_with_its_address(make_config: MakeConfig) -> None:
+    where = ["rollout.engine=openai", "rollout.placement=standalone", "rollout.openai.servers=[http://127.0.0.1:9]"]
+    with pytest.raises(RolloutError, match=r"127\.0\.0\.1:9"):
+        list(Trainer(make_config(*where)).steps())

@@ -22,7 +22,7 @@ def test_it_tells_where_writers_live(make_config: Callable[..., Config]) -> None
     def told(*overrides: str) -> str:
         return explanation(make_config("controller.backend=ray", *overrides))
 
-    assert "writers:  in the learners' processes, with their weights: one hf engine in each" in told()
+    assert "writers:  in the learners' processes, with their weights: one native engine in each" in told()
     apart = told("rollout.placement=colocated", "trainer.num_workers=2", "rollout.engine=native")
     assert "learners: 2 x actor, cpu" in apart
     assert "writers:  2 x native engine, in the same pool, asleep while the learners learn" in apart

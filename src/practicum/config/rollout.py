@@ -55,7 +55,7 @@ class AgentConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["native", "hf", "vllm", "openai"] = "hf"
+    engine: Literal["native", "hf", "vllm", "openai"] = "native"
     """native: ours, with continuous batching. hf: transformers' own generate. vllm: vLLM. openai: any server that
     speaks the completions protocol."""
     placement: Literal["hybrid", "colocated", "standalone"] = "hybrid"

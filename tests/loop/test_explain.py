@@ -27,13 +27,13 @@ def test_it_tells_where_writers_live(make_config: Callable[..., Config]) -> None
     assert "learners: 2 x actor, cpu" in apart
     assert "writers:  2 x native engine, in the same pool, asleep while the learners learn" in apart
     assert "(shared with the actor)" not in told("rollout.placement=standalone")
-    assert "writers:  1 x hf engine, on places of their own" in told("rollout.placement=standalone")
-    assert "writers:  3 x hf engine" in told("rollout.placement=standalone", "rollout.replicas=3")
+    assert "writers:  1 x native engine, on places of their own" in told("rollout.placement=standalone")
+    assert "writers:  3 x native engine" in told("rollout.placement=standalone", "rollout.replicas=3")
     servers = told(
         "rollout.engine=openai", "rollout.placement=standalone", "rollout.openai.servers=[http://a:1, http://b:2]"
     )
     assert "servers at http://a:1, http://b:2, asked by one process beside the pool; a router in front" in servers
-    assert "rollout (standalone, hf, with weights of its own)" in explanation(
+    assert "rollout (standalone, native, with weights of its own)" in explanation(
         make_config("rollout.placement=standalone")
     )
 

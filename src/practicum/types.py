@@ -84,6 +84,21 @@ class RoutedExperts:
         if tokens != len(self.known) or layers != len(self.layers):
             raise ValueError(f"routed experts of shape {self.experts.shape} for {len(self.known)} tokens")
 
+    def padded(self, num_tokens: int) -> RoutedExperts:
+        """With rows for further tokens, of which nothing is known."""
+        more = num_tokens - len(self.known)
+        if more <= 0:
+            return self
+        experts = np.pad(self.experts, ((0, more), (0, 0), (0, 0)))
+        return RoutedExperts(experts, self.layers, np.pad(self.known, (0, more)))
+
+    def grown(self, after: RoutedExperts) -> RoutedExperts:
+        """Of a sequence that has grown: a token keeps the experts it had when it was first seen, which wrote the next
+        one; the engine may have seen it again since."""
+        before = self.padded(len(after.known))
+        experts = np.where(before.known[:, None, None], before.experts, after.experts)
+        return RoutedExperts(experts, self.layers, before.known | after.known)
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:

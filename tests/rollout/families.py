@@ -51,7 +51,10 @@ MIXED: dict[str, dict[str, Any]] = {
 UNSUPPORTED: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     "mamba": {},
-}
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+    "llama4_text": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96,
+                    "attention_chunk_size": 16},
+}  # fmt: skip
 
 
 def save_family(family: str, folder: Path) -> Path:

@@ -20,7 +20,7 @@ from practicum.rollout.manager import RolloutManager
 from practicum.rollout.placement import ReplicaSettings, hybrid_manager, open_replicas
 from practicum.rollout.worker import RolloutWorker
 from practicum.train import ActorSettings, ActorWorker
-from practicum.weights import ChannelSettings, Place, Ticket, choose
+from practicum.weights import ChannelSettings, Place, Ticket, channel_timeout_s, choose
 
 
 @contextmanager
@@ -37,6 +37,7 @@ def open_learners(
         model_path,
         device=device,
         dtype=config.model.dtype,
+        timeout_s=config.controller.call_timeout_s,
         start_timeout_s=config.controller.start_timeout_s,
     )
     settings = ReplicaSettings(
@@ -76,7 +77,7 @@ class ActorWeights:
     def open(self, engines: Sequence[Place]) -> None:
         channel = choose(self._actors.execute_rank_zero(ActorWorker.place), engines)
         settings = ChannelSettings(
-            timeout_s=self._timeout_s,
+            timeout_s=channel_timeout_s(self._timeout_s),
             num_receivers=len(engines),
             host=self._actors.execute_rank_zero(ActorWorker.address),
         )

@@ -79,6 +79,8 @@ def sample_of(
         token_ids = np.concatenate([before.token_ids, token_ids])
         log_probs = np.concatenate([before.log_probs, log_probs])
         versions = np.concatenate([before.versions, versions])
+        if routes is not None and before.routes is not None:
+            routes = before.routes.grown(routes)
     return Sample(
         prompt=request.prompt,
         prompt_ids=request.prompt_ids,

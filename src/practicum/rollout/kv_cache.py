@@ -21,6 +21,11 @@ from torch.nn.functional import scaled_dot_product_attention
 _ROOM_STEP = 64  # rows grow by so many tokens at least
 
 
+def rounded(room: int) -> int:
+    """What a row of at least so many tokens has room for."""
+    return -(-room // _ROOM_STEP) * _ROOM_STEP
+
+
 @dataclass(frozen=True, slots=True)
 class Prompts:
     """Of a forward pass over whole sequences. `rows` says where their keys and values are kept; None: nowhere."""
@@ -65,6 +70,7 @@ class KVCache:
         self.step: Prompts | Decode
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [rows, heads, room, width] each
         self.num_rows = self.room = 0
+        self.windows: set[int | None] = set()  # that layers have asked for
 
     @property
     def bytes_per_token(self) -> int:
@@ -78,7 +84,7 @@ class KVCache:
 
         `most_rows` is how many with that much room the memory holds.
         """
-        room = -(-room // _ROOM_STEP) * _ROOM_STEP
+        room = rounded(room)
         if num_rows <= self.num_rows and room <= self.room:
             return
         kept_rows = min(num_rows, self.num_rows)
@@ -157,6 +163,7 @@ class KVCache:
         """[batch, tokens, heads, width] from a query [batch, heads, tokens, width]."""
         if softcap is not None or s_aux is not None:
             raise NotImplementedError("attention with capped scores or with sinks")
+        self.windows.add(sliding_window)
         if isinstance(self.step, Decode):
             out = _decoded(query, key, value, self.step.mask(sliding_window), scaling)
         else:

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
+from weakref import WeakMethod
 
 import numpy as np
 import torch
@@ -27,11 +27,12 @@ from practicum.errors import RolloutError
 from practicum.replay import RouteRecorder, find_routers
 from practicum.rollout.answers import Ending, sample_of, untouched, written_ids
 from practicum.rollout.inbox import Inbox, Ticket
-from practicum.rollout.kv_cache import Decode, KVCache, Prompts
+from practicum.rollout.kv_cache import Decode, KVCache, Prompts, rounded
 from practicum.rollout.own_model import OwnModelRollout
-from practicum.rollout.sampling import draw, uniforms
+from practicum.rollout.sampling import draw_each, uniforms
 from practicum.rollout.sleeping import free_bytes
-from practicum.types import FinishReason, RolloutRequest, RoutedExperts, SamplingParams
+from practicum.types import FinishReason, RolloutRequest, RoutedExperts
+from practicum.weights import WeightUpdate
 
 _WAIT_S = 0.5
 _PREFILL_TOKENS = 8192  # in one pass, so that rows under way do not wait for long
@@ -55,6 +56,7 @@ class NativeRollout(OwnModelRollout):
     ) -> None:
         super().__init__(model_path, device=device, dtype=dtype, stays_loaded=stays_loaded)
         self._max_batch = max_batch
+        self._cache_gb = cache_gb
         self._cache_bytes = None if cache_gb is None else int(cache_gb * 1e9)
         self._cache = KVCache()
         self._pending: deque[_Pending] = deque()
@@ -70,13 +72,23 @@ class NativeRollout(OwnModelRollout):
         self._cache.clear()
         super().release()
 
+    def update_weights(self, update: WeightUpdate) -> None:
+        self._cache.clear()  # of the old weights; spoilt ones may have left there what is no number
+        super().update_weights(update)
+
+    def close(self) -> None:
+        self._cache.clear()
+        if self._recorder is not None:
+            self._recorder.close()
+        super().close()
+
     def check(self, request: RolloutRequest) -> None:
         super().check(request)
         needed = (len(request.prompt_ids) + request.params.max_new_tokens) * self._bytes_per_token
-        if self._cache_bytes is not None and needed > self._cache_bytes:
+        if self._cache_gb is not None and needed > self._cache_gb * 1e9:
             raise RolloutError(
                 f"prompt {request.prompt.id} and its answer may take {needed / 1e9:.3g} GB of keys and values, more "
-                f"than rollout.cache_gb={self._cache_bytes / 1e9:g}: raise it, or lower rollout.max_new_tokens."
+                f"than rollout.cache_gb={self._cache_gb:g}: raise it, or lower rollout.max_new_tokens."
             )
 
     def write(self, inbox: Inbox) -> None:
@@ -89,6 +101,9 @@ class NativeRollout(OwnModelRollout):
                     self._admit()
                     if self._rows:
                         self._decode()
+        except BaseException:
+            self._cache.clear()  # it may have grown by halves, or hold what is no number
+            raise
         finally:
             self._pending.clear()
             self._rows.clear()
@@ -112,7 +127,8 @@ class NativeRollout(OwnModelRollout):
                 pending.ticket.done(answer, untouched(pending.ticket.request))
 
     def _admit(self) -> None:
-        """Prompts whose answers find room, so many tokens at a time."""
+        """Prompts whose answers find room: so many tokens between two steps of those under way."""
+        is_alone = not self._rows
         while self._pending:
             chosen: list[tuple[_Pending, range]] = []
             num_tokens = 0
@@ -133,6 +149,8 @@ class NativeRollout(OwnModelRollout):
                 return
             self._cache.reserve(num_rows, room, self._most_rows(room))
             self._prefill(sorted(chosen, key=lambda one: one[0].num_tokens))
+            if not is_alone:
+                return
 
     def _prefill(self, chosen: Sequence[tuple[_Pending, range]]) -> None:
         """One pass over the prompts; then each answer has a row of its own, and its first token."""
@@ -174,7 +192,7 @@ class NativeRollout(OwnModelRollout):
         """Draw a token for each row from `first` on, and let those go that have ended."""
         rows = self._rows[first:]
         uniform = torch.from_numpy(np.fromiter((row.uniform() for row in rows), np.float32, len(rows)))
-        tokens, log_probs = _drawn(logits, uniform.to(logits.device), [row.ticket.request.params for row in rows])
+        tokens, log_probs = draw_each(logits, uniform.to(logits.device), [row.ticket.request.params for row in rows])
         ended = []
         for index, (row, token, log_prob) in enumerate(zip(rows, tokens, log_probs, strict=True), first):
             reason = row.push(token, log_prob)
@@ -245,7 +263,7 @@ class NativeRollout(OwnModelRollout):
         """Rows that the memory holds when each has room for so many tokens. One always fits, by `check`."""
         if self._cache_bytes is None:
             self._cache_bytes = int(free_bytes(self._device) * _CACHE_SHARE)
-        return max(1, min(self._max_batch, self._cache_bytes // (room * self._bytes_per_token)))
+        return max(1, min(self._max_batch, self._cache_bytes // (rounded(room) * self._bytes_per_token)))
 
     # Which models
 
@@ -258,7 +276,8 @@ class NativeRollout(OwnModelRollout):
         with torch.inference_mode():
             expected = model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].float().log_softmax(-1)
             name = f"practicum-{id(self)}"
-            AttentionInterface.register(name, self._cache.attend)
+            attend = WeakMethod(self._cache.attend)  # transformers' table outlives us
+            AttentionInterface.register(name, lambda *args, **kwargs: attend()(*args, **kwargs))  # type: ignore[misc]
             AttentionMaskInterface.register(name, _no_mask)
             device, self._device = self._device, torch.device("cpu")  # where the model was loaded
             try:
@@ -275,6 +294,17 @@ class NativeRollout(OwnModelRollout):
             self._recorder.take()
         if not difference < _AGREES[model.dtype]:
             raise self._unsupported(f"its log-probs come out different, by {difference:.2g}")
+        self._check_windows(model.config.get_text_config())
+
+    def _check_windows(self, config: Any) -> None:
+        """A window that is longer than what was tried out must come to our attention, and not through a mask."""
+        kinds = set(getattr(config, "layer_types", None) or ())
+        if kinds - {"full_attention", "sliding_attention"}:
+            raise self._unsupported(f"its layers attend in other ways: {', '.join(sorted(kinds))}")
+        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        has_window = "sliding_attention" in kinds if kinds else bool(window)
+        if has_window and window not in self._cache.windows:
+            raise self._unsupported(f"its sliding window of {window} is known to its masks alone")
 
     def _trial(self, ids: NDArray[np.int64]) -> Tensor:
         """Log-probs of a sequence of which the last tokens are decoded one by one, beside another row."""
@@ -352,21 +382,6 @@ class _Row:
             self.ticket.on_tokens(self.answer, [token], [log_prob])
         recent = [*self._before, *self.tokens] if self._ending.reads_text else ()
         return self._ending.of(token, len(self._before) + len(self.tokens), recent)
-
-
-def _drawn(logits: Tensor, uniform: Tensor, params: Sequence[SamplingParams]) -> tuple[list[int], list[float]]:
-    """Rows with the same way of drawing are drawn together."""
-    ways = [(one.temperature, one.top_p, one.top_k) for one in params]
-    tokens, log_probs = [0] * len(ways), [0.0] * len(ways)
-    order = range(len(ways)) if len(set(ways)) == 1 else sorted(range(len(ways)), key=ways.__getitem__)
-    for _, same in groupby(order, key=ways.__getitem__):
-        rows = list(same)
-        whole = len(rows) == len(ways)
-        chosen = logits if whole else logits[rows]
-        drawn, found = draw(chosen, uniform if whole else uniform[rows], params[rows[0]])
-        for row, token, log_prob in zip(rows, drawn.tolist(), found.tolist(), strict=True):
-            tokens[row], log_probs[row] = token, log_prob
-    return tokens, log_probs
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -40,6 +41,21 @@ def draw(logits: Tensor, uniform: Tensor, params: SamplingParams) -> tuple[Tenso
         running = _filtered(log_probs, params).exp().cumsum(-1)
         tokens = torch.searchsorted(running, uniform[:, None] * running[:, -1:], right=True)[:, 0]
     return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
+
+
+def draw_each(logits: Tensor, uniform: Tensor, params: Sequence[SamplingParams]) -> tuple[list[int], list[float]]:
+    """Rows with the same way of drawing are drawn together."""
+    ways = [(one.temperature, one.top_p, one.top_k) for one in params]
+    tokens, log_probs = [0] * len(ways), [0.0] * len(ways)
+    order = range(len(ways)) if len(set(ways)) == 1 else sorted(range(len(ways)), key=ways.__getitem__)
+    for _, same in groupby(order, key=ways.__getitem__):
+        rows = list(same)
+        whole = len(rows) == len(ways)
+        chosen = logits if whole else logits[rows]
+        drawn, found = draw(chosen, uniform if whole else uniform[rows], params[rows[0]])
+        for row, token, log_prob in zip(rows, drawn.tolist(), found.tolist(), strict=True):
+            tokens[row], log_probs[row] = token, log_prob
+    return tokens, log_probs
 
 
 def _filtered(log_probs: Tensor, params: SamplingParams) -> Tensor:

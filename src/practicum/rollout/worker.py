@@ -28,7 +28,7 @@ from practicum.rollout.agent.driver import ConversationDriver
 from practicum.rollout.engines import ENGINES, EngineSettings, make_engine
 from practicum.rollout.runner import EngineRunner, Order
 from practicum.types import PackedSamples, RolloutRequest, Sample
-from practicum.weights import Place, WeightReceiver, WeightSource
+from practicum.weights import Place, WeightReceiver, WeightSource, channel_timeout_s
 from practicum.weights import Ticket as WeightTicket
 
 __all__ = ["ENGINES", "Batch", "RolloutWorker", "Written"]
@@ -109,7 +109,7 @@ class RolloutWorker(Worker):
         timeout_s: float = 1800.0,
     ) -> None:
         self._weights_from = weights_from
-        self._receiver = WeightReceiver(timeout_s)
+        self._receiver = WeightReceiver(channel_timeout_s(timeout_s))
         self._timeout_s = timeout_s
         self._news = threading.Condition()
         self._round = -1
@@ -122,11 +122,16 @@ class RolloutWorker(Worker):
         self._engine = make_engine(settings)
         runner = EngineRunner(self._engine, is_partial=is_partial)
         self._desk: EngineRunner | ConversationDriver = runner
-        if agent is not None and agent.is_set:
-            tokenizer = load_tokenizer(settings.model_path)
-            self._desk = ConversationDriver(runner, tokenizer, agent, is_partial=is_partial)
-        # How many threads torch computes with is a thread's own matter: the engine's is to do as this one.
-        runner.between(lambda: torch.set_num_threads(torch.get_num_threads()), timeout_s)
+        try:
+            if agent is not None and agent.is_set:
+                tokenizer = load_tokenizer(settings.model_path)
+                self._desk = ConversationDriver(runner, tokenizer, agent, is_partial=is_partial)
+            # How many threads torch computes with is a thread's own matter: the engine's is to do as this one.
+            runner.between(lambda: torch.set_num_threads(torch.get_num_threads()), timeout_s)
+        except BaseException:
+            runner.close()
+            self._engine.close()
+            raise
 
     # Writing
 

@@ -1,6 +1,6 @@
 """Trainer to engine: versions, the ways weights travel, and the proof that they arrived."""
 
-from practicum.weights.channel import ChannelSettings, Sender, Ticket
+from practicum.weights.channel import ChannelSettings, Sender, Ticket, channel_timeout_s
 from practicum.weights.channels import CHANNELS, Place, WeightReceiver, choose, open_sender
 from practicum.weights.fingerprint import BOUNDS, Bound, CheckedEngine, Fingerprint
 from practicum.weights.update import WeightSource, WeightUpdate
@@ -18,6 +18,7 @@ __all__ = [
     "WeightReceiver",
     "WeightSource",
     "WeightUpdate",
+    "channel_timeout_s",
     "choose",
     "open_sender",
 ]

@@ -39,6 +39,11 @@ class Ticket:
 T = TypeVar("T", bound=Ticket)
 
 
+def channel_timeout_s(call_timeout_s: float) -> float:
+    """For one that is part of a call: it gives up well before the call does, and says who was late."""
+    return min(300.0, call_timeout_s / 4)
+
+
 @dataclass(frozen=True, slots=True)
 class ChannelSettings:
     """What senders need to know; each takes what is of use to it."""

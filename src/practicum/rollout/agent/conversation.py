@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from practicum.errors import RolloutError
 from practicum.models import encode_prompts
 from practicum.rollout.agent.async_engine import Writing
 from practicum.rollout.agent.partners import Talk
@@ -114,6 +115,11 @@ class Conversation:
             if told is not None:
                 ids = _with_more(self._tokenizer, self._request.prompt, told)
                 self._transcript = Transcript(self._request.prompt, ids)
+                if self._room < 1:
+                    raise RolloutError(
+                        f"prompt {self._request.prompt.id}: what the environment says first is {len(ids)} tokens long "
+                        "with the prompt and leaves no room for an answer: raise rollout.max_new_tokens."
+                    )
         return await self._written(None)
 
     async def _written(self, begun: Sample | None) -> Sample | None:
@@ -141,7 +147,9 @@ class Conversation:
 
     @property
     def _room(self) -> int:
-        return self._request.params.max_new_tokens - self._transcript.num_tokens
+        """Tokens that are left. What an environment says first is part of the prompt, and counts too."""
+        said_first = len(self._transcript.prompt_ids) - len(self._request.prompt_ids)
+        return self._request.params.max_new_tokens - said_first - self._transcript.num_tokens
 
     def _between(self, turn: Sample, said: Sequence[ChatMessage]) -> NDArray[np.int32]:
         if self._request.prompt.messages is None:

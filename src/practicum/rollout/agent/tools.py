@@ -23,6 +23,7 @@ import re
 import typing
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -295,4 +296,7 @@ def describe_tools(specs: Sequence[str]) -> list[ToolDescription]:
             await box.close()
         return box.tools
 
-    return asyncio.run(ask()) if specs else []
+    if not specs:
+        return []
+    with ThreadPoolExecutor(1) as thread:  # a notebook has a loop of its own in this one
+        return thread.submit(asyncio.run, ask()).result()

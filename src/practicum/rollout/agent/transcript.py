@@ -36,7 +36,7 @@ class Transcript:
         self._add(turn.token_ids, turn.log_probs, turn.loss_mask, turn.versions)
         self.num_turns += 1
         if turn.routes is not None:
-            self._routes = turn.routes if self._routes is None else _joined(self._routes, turn.routes)
+            self._routes = turn.routes if self._routes is None else self._routes.grown(turn.routes)
 
     def add_said(self, token_ids: NDArray[np.int32]) -> None:
         """What others said, and the marks around it: nobody learns to say it."""
@@ -55,7 +55,7 @@ class Transcript:
             versions=np.concatenate([np.empty(0, np.int32), *self._versions]),
             text=text,
             finish_reason=reason,
-            routes=None if self._routes is None else _padded(self._routes, len(self.prompt_ids) + self.num_tokens),
+            routes=None if self._routes is None else self._routes.padded(len(self.prompt_ids) + self.num_tokens),
         )
 
     def _add(self, *arrays: NDArray[Any]) -> None:
@@ -90,20 +90,3 @@ class Transcript:
             transcript.add_turn(turn)
         transcript._routes = sample.routes
         return transcript, None
-
-
-def _joined(before: RoutedExperts, after: RoutedExperts) -> RoutedExperts:
-    """Of a conversation that has grown: a token keeps the experts it had when it was first seen, which wrote the next
-    one; the engine may have seen it again since."""
-    grown = _padded(before, len(after.known))
-    experts = np.where(grown.known[:, None, None], grown.experts, after.experts)
-    return RoutedExperts(experts, before.layers, grown.known | after.known)
-
-
-def _padded(routes: RoutedExperts, num_tokens: int) -> RoutedExperts:
-    """With rows for further tokens, of which nothing is known."""
-    more = num_tokens - len(routes.known)
-    if more <= 0:
-        return routes
-    experts = np.pad(routes.experts, ((0, more), (0, 0), (0, 0)))
-    return RoutedExperts(experts, routes.layers, np.pad(routes.known, (0, more)))

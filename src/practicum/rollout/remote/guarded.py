@@ -57,10 +57,10 @@ class GuardedServer:
         with suppress(BrokenPipeError):
             self._guard.stdin.close()
         try:
-            self._guard.wait(_STOP_S)
+            self._guard.wait(_QUIET_S + _STOP_S + _LOOK_EVERY_S)  # as long as it may take over its task
         except subprocess.TimeoutExpired:
             self._guard.kill()
-            self._guard.wait()
+            self._guard.wait(_STOP_S)
 
 
 def _end_all(gently: bool) -> None:

@@ -1,0 +1,269 @@
+"""The `rollout` benchmark without its peers: its work, how it is counted, what is checked of ours, and its rows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks are not part of the installed package
+
+from bench import rollout, rollout_checks
+from bench.contestants.practicum_rollout import Native
+from bench.grpo_work import VOCABULARY, write_model
+from bench.harness import Options, UsageError
+from bench.peers.hf_rollout import ContinuousBatching, Generate
+from bench.rollout_work import DENSE, MOE, Case, Job, check, make_cases, one_step, take_steps
+from bench.turns import Contestant, Plan, Step, Tally, take_turns
+
+CASES = ["equal", "mixed", "different", "shared", "equal moe", "mixed moe", "different moe", "shared moe"]
+SMALL = Case(DENSE, [3, 9], [4, 2], num_answers=2)
+SPEEDS = {"practicum": 200.0, "generate": 100.0, "vllm": 400.0}
+TALLIES = {name: Tally(steps=[Step(1.0, rate)], cpu_s=rate / 100) for name, rate in SPEEDS.items()}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folders = {name: tmp_path_factory.mktemp("models") / name for name in (DENSE, MOE)}
+    for name, folder in folders.items():
+        write_model(folder, mixture_of_experts=name == MOE)
+    return {name: str(folder) for name, folder in folders.items()}
+
+
+# The work
+
+
+def test_the_full_work_is_what_its_name_says() -> None:
+    cases = make_cases(64, 64)
+    assert list(cases) == CASES
+    assert [cases[name].num_tokens for name in ("equal", "mixed", "shared")] == [4096, 4096, 32 * 8 * 64]
+    mixed, different = cases["mixed"].prompt_lengths, cases["different"].new_tokens
+    assert min(mixed) >= 8 and max(mixed) <= 128 and len(set(mixed)) > 20
+    assert min(different) >= 8 and max(different) <= 256 and max(different) > 8 * min(different)
+    assert set(cases["shared"].prompt_lengths) == {256}
+    assert [case.model for case in cases.values()] == [DENSE] * 4 + [MOE] * 4
+
+
+@pytest.mark.parametrize("sizes", [rollout.FULL, rollout.QUICK])
+def test_every_case_fits_the_model_and_is_the_same_each_time(sizes: rollout.Sizes) -> None:
+    cases = make_cases(sizes.num_prompts, sizes.num_new)
+    assert cases == make_cases(sizes.num_prompts, sizes.num_new)
+    for case in cases.values():
+        assert min(case.prompt_lengths + case.new_tokens) >= 1
+        assert max(case.prompt_lengths) + max(case.new_tokens) <= 512
+
+
+def test_prompts_are_the_same_for_everyone_and_new_in_every_step() -> None:
+    assert SMALL.prompts(1, 100) == SMALL.prompts(1, 100) != SMALL.prompts(2, 100)
+    assert [len(prompt) for prompt in SMALL.prompts(1, 100)] == [3, 9]
+    assert SMALL.lengths() == [4, 4, 2, 2]
+    assert SMALL.num_tokens == 12
+
+
+def test_a_job_survives_its_file(tmp_path: Path) -> None:
+    job = Job({DENSE: "a", MOE: "b"}, {"small": SMALL}, 2, 100)
+    job.write(tmp_path / "job.json")
+    assert Job.read(str(tmp_path / "job.json")) == job
+    assert job.models_used() == {DENSE: "a"}
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [([1] * 4, [-1.0] * 4)] * 2 + [([1] * 2, [-1.0] * 2)],  # one is missing
+        [([1] * 4, [-1.0] * 4)] * 4,  # too long
+        [([1] * 4, [-1.0] * 3)] * 2 + [([1] * 2, [-1.0] * 2)] * 2,  # a log-prob is missing
+        [([1] * 4, [float("nan")] * 4)] * 2 + [([1] * 2, [-1.0] * 2)] * 2,
+    ],
+)
+def test_whoever_does_not_do_the_work_is_found_out(answers: Any) -> None:
+    check(SMALL, [([1] * 4, [-1.0] * 4)] * 2 + [([1] * 2, [-1.0] * 2)] * 2)
+    with pytest.raises(RuntimeError, match=r"answers of|log-probs"):
+        check(SMALL, answers)
+
+
+class FakeLine:
+    """Has a contestant take these steps, and keeps what it says."""
+
+    def __init__(self, *told: tuple[int, str]) -> None:
+        self._told = [*told, (0, "")]
+        self.said: list[Any] = []
+
+    def ready(self, packages: Any) -> None:
+        self.said.append(list(packages))
+
+    def wait_for_case(self) -> tuple[int, str]:
+        return self._told.pop(0)
+
+    def answer(self, steps: list[dict[str, Any]]) -> None:
+        self.said.append([step["amount"] for step in steps])
+
+
+class Honest:
+    def write(self, case: Case, prompts: Any) -> Any:
+        return [([1] * length, [-1.0] * length) for length in case.lengths()]
+
+    def answers(self, case: Case, written: Any) -> Any:
+        return written
+
+
+def test_a_contestant_takes_steps_of_the_case_it_is_told() -> None:
+    line: Any = FakeLine((2, "small"), (1, "look"))
+    job = Job({DENSE: ""}, {"small": SMALL}, 1, 100)
+    take_steps(line, job, ["torch"], {DENSE: Honest()}, {"look": lambda: {"amount": 0.5}})
+    assert line.said == [["torch"], [12, 12], [0.5]]
+
+
+def test_turns_can_be_taken_case_by_case_with_the_same_contestants(tmp_path: Path) -> None:
+    script = """
+from bench.contestant import Line, step
+line = Line()
+line.ready([])
+while True:
+    num, case = line.wait_for_case()
+    if not num: break
+    line.answer([step(1.0, len(case))] * num)
+"""
+    with Contestant("one", [sys.executable, "-c", script], tmp_path) as one:
+        one.ready(30)
+        plan = Plan(warmup_steps=1, num_rounds=2, steps_per_turn=1)
+        assert [take_turns([one], plan, case)["one"].rate for case in ("equal", "mixed moe")] == [5, 9]
+
+
+# Contestants
+
+
+@pytest.mark.parametrize("writer", [Native, Generate, ContinuousBatching])
+@pytest.mark.parametrize("case", [SMALL, Case(MOE, [5, 2, 7], [1, 3, 6])], ids=["dense", "moe"])
+def test_everyone_writes_what_is_asked_for(writer: Any, case: Case, models: dict[str, str]) -> None:
+    made = writer(models[case.model])
+    try:
+        assert one_step(case, made, case.prompts(1, VOCABULARY))["amount"] == case.num_tokens
+    finally:
+        if isinstance(made, ContinuousBatching):
+            made.close()
+
+
+def test_log_probs_of_generate_are_those_of_a_forward_pass(models: dict[str, str]) -> None:
+    generate, prompts = Generate(models[DENSE]), SMALL.prompts(1, VOCABULARY)
+    (tokens, log_probs), *_ = generate.answers(SMALL, generate.write(SMALL, prompts))
+    with torch.no_grad():
+        logits = generate._model(input_ids=torch.tensor([[*prompts[0], *tokens]])).logits[0, 2:-1]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    assert np.allclose(log_probs, expected.numpy(), atol=1e-4)
+
+
+# What is checked of ours alone
+
+
+def test_a_wrong_log_prob_would_be_seen(models: dict[str, str]) -> None:
+    native = Native(models[DENSE])
+    samples = native.write(SMALL, SMALL.prompts(1, VOCABULARY))
+    assert rollout_checks.largest_difference([(models[DENSE], samples)]) <= 2e-5
+    samples[1].log_probs[2] += 0.25
+    assert rollout_checks.largest_difference([(models[DENSE], samples)]) == pytest.approx(0.25, abs=1e-4)
+
+
+def test_a_family_whose_greedy_tokens_differ_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_checks, "FAMILIES", {"llama": {}, "mixtral": rollout_checks.FAMILIES["mixtral"]})
+    assert rollout_checks.equal_families(tmp_path / "same") == ["llama", "mixtral"]
+    monkeypatch.setattr(rollout_checks, "_greedy", lambda model, prompt: [0])
+    assert rollout_checks.equal_families(tmp_path / "other") == []
+
+
+def test_operations_are_those_that_torch_counts(models: dict[str, str]) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForCausalLM
+
+    prompt, new = 12, 1
+    config = json.loads((Path(models[DENSE]) / "config.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(models[DENSE], attn_implementation="eager")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.ones(1, prompt, dtype=torch.long), logits_to_keep=1)
+    counted = counter.get_total_flops()
+    unseen = 4 * 4 * 4 * 64 * (prompt * prompt - prompt * (prompt + 1) / 2)  # eager attention computes what it masks
+    assert rollout_checks.needed_flops(Case(DENSE, [prompt], [new]), config) == counted - unseen
+
+
+def test_answers_to_one_prompt_share_its_reading(models: dict[str, str]) -> None:
+    config = json.loads((Path(models[MOE]) / "config.json").read_text())
+    once, prompt, both = (
+        rollout_checks.needed_flops(Case(MOE, [8], [new], num), config) for new, num in ((5, 1), (1, 1), (5, 2))
+    )
+    assert both == 2 * once - prompt
+
+
+# Rows
+
+
+def test_every_peer_has_its_rows_in_every_case() -> None:
+    rows = rollout.case_rows("equal", TALLIES, 0.25)
+    assert [(row.metric, row.peer_name, row.ratio) for row in rows] == [
+        ("tokens/s", "generate", 2.0),
+        ("CPU s per 1000 tokens", "generate", 1.0),
+        ("tokens/s", "vllm", 0.5),
+        ("CPU s per 1000 tokens", "vllm", 1.0),
+        ("share of the matrix rate", None, None),
+    ]
+
+
+def test_without_a_peer_ours_remains() -> None:
+    rows = rollout.case_rows("equal", {"practicum": TALLIES["practicum"]}, 0.25)
+    assert [(row.metric, row.ours, row.peer) for row in rows] == [
+        ("tokens/s", 200.0, None),
+        ("CPU s per 1000 tokens", 10.0, None),
+        ("share of the matrix rate", 0.25, None),
+    ]
+
+
+def test_the_demo_compares_our_two_engines() -> None:
+    tallies = {
+        "native": Tally(steps=[Step(1.0, 300, {"rollout": 0.2})], cpu_s=1.0),
+        "hf": Tally(steps=[Step(2.0, 300, {"rollout": 0.8})], cpu_s=2.0),
+    }
+    assert [row.ratio for row in rollout.demo_rows(tallies)] == [2.0, 4.0, 2.0]
+
+
+def test_peers_that_are_not_installed_are_left_out_unless_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bench.harness.ROOT", tmp_path)
+    commands, missing = rollout.peer_commands(None)
+    assert (list(commands), missing) == (["generate", "continuous_batching"], ["trl", "vllm"])
+    assert "bash bench/peers/vllm.sh" in capsys.readouterr().err
+    assert rollout.peer_commands("none") == ({}, [])
+    with pytest.raises(UsageError, match="not installed"):
+        rollout.peer_commands("vllm")
+    with pytest.raises(UsageError, match="generate, continuous_batching, trl, vllm, none"):
+        rollout.peer_commands("sglang")
+
+
+def test_only_what_is_asked_for_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    def contest(job: Job, commands: Any, checks: Any, cases: Any, *_: Any) -> Any:
+        done.append((list(commands), list(checks), list(cases)))
+        return rollout.Outcome([])
+
+    monkeypatch.setattr(rollout, "contest", contest)
+    monkeypatch.setattr(rollout, "demo", lambda *_: done.append("demo") or {})
+    monkeypatch.setattr(rollout, "demo_rows", lambda _: [])
+    monkeypatch.setattr(rollout, "_share_of_others", lambda _: 0.0)
+    monkeypatch.setattr("bench.rollout_weights.rows", lambda _: done.append("weights") or [])
+    for case in ("mixed", "greedy", "demo", "weights"):
+        rollout.run(Options(quick=True, peer="generate", case=case))
+    assert done == [(["generate"], [], ["mixed", "mixed moe"]), ([], ["greedy"], []), "demo", "weights"]
+    done.clear()
+    rollout.run(Options(quick=True, peer="none"))
+    assert done == [([], ["log-probs", "greedy"], CASES), "demo", "weights"]
+
+
+def test_the_sizes_can_be_written_to_a_result_file() -> None:
+    from dataclasses import asdict
+
+    assert json.loads(json.dumps(asdict(rollout.FULL)))["plan"]["num_rounds"] == 7

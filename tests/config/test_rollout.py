@@ -29,7 +29,7 @@ def test_several_turns_are_set_by_tools_or_an_environment() -> None:
         ({"engine": "openai"}, "set rollout.placement=standalone"),
         ({"engine": "openai", "placement": "standalone"}, "needs rollout.openai.servers"),
         ({"replicas": 2}, "rollout.replicas is for colocated and standalone placement"),
-        ({"stop": [""]}, "at least 1 character"),
+        ({"stop": [""]}, "an empty text would end every answer at once"),
         ({"cache_gb": 0}, "greater than 0"),
         ({"agent": {"tools": ["a.py:f"], "environment": "a.py:World"}}, "set tools or environment, not both"),
     ],

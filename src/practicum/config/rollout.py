@@ -73,7 +73,7 @@ class RolloutConfig(Section):
     """Sample only from the likeliest tokens that together reach this probability; 1 filters nothing."""
     top_k: int = Field(default=0, ge=0)
     """Sample only from so many likeliest tokens; 0 filters nothing."""
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    stop: tuple[str, ...] = ()
     """Texts that end an answer; they stay in it."""
     max_batch: int = Field(default=512, ge=1)
     """Answers one worker writes at a time."""
@@ -102,6 +102,8 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _engine_and_place(self) -> Self:
+        if not all(self.stop):
+            raise ValueError("rollout.stop: an empty text would end every answer at once")
         if self.engine in ("vllm", "openai") and self.placement == "hybrid":
             raise ValueError(
                 f"rollout.engine={self.engine} has its own processes and cannot be hybrid: set "

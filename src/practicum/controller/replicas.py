@@ -53,7 +53,8 @@ def places_beside(
         sets = "" if each == 1 else f" in sets of {each}"
         raise ResourceError(
             f"{key}=standalone needs {scarce}s{sets} beside the trainer's for its replicas "
-            f"(replicas: {wanted}), but {free} are free. Lower trainer.num_workers, or use colocated."
+            f"(replicas: {wanted}), and so many are free: {free}. "
+            f"{'Ask for fewer replicas' if free else 'Lower trainer.num_workers'}, or use colocated."
         )
     more = {"GPU": float(each)} if controller.uses_gpu else {}
     # One ground each: on any node that has room.

@@ -149,7 +149,7 @@ class RolloutManager:
             if self._num_tries[replica.number] > _MOST_RESTARTS:
                 log.warning("%s was lost again and again and stays away: %s", replica.name, reason)
             else:
-                log.warning("%s is lost and started again; others take what it had: %s", replica.name, reason)
+                log.warning("%s is lost and started again; whoever can takes what it had: %s", replica.name, reason)
                 self._returning[replica.number] = self._threads.submit(self._bring_back, replica)
             self._news.notify_all()
 

@@ -225,6 +225,12 @@ def test_asleep_it_refuses_and_awake_it_writes_the_same(url: str, client: openai
     assert texts(client.completions.create(**asked)) == before
 
 
+def test_a_text_that_is_no_unicode_is_the_clients_mistake(url: str) -> None:
+    status, told = ask(url, "/v1/completions", {"prompt": "1\ud800", "max_tokens": 2})
+    assert status == 400
+    assert "no valid Unicode" in told["error"]["message"]
+
+
 def test_log_probs_of_given_sequences_are_those_of_a_forward_pass(url: str, tiny_model: Path) -> None:
     ids = [[3, 5, 9, 4], [7, 7]]
     status, told = ask(url, "/log_probs", {"token_ids": ids})

@@ -101,6 +101,10 @@ class Encoder:
         return self.decode([token_id], skip_special_tokens=False)
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> Ids:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRequest(f"the input is no valid Unicode: {error.reason} at character {error.start}.") from error
         ids = np.array(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"], dtype=np.int32)
         if not len(ids):
             raise BadRequest("the input has no tokens under the model's tokenizer.")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import controller, grpo, reward, router
+from bench import controller, grpo, reward, rollout, router
 from bench.harness import ROOT, BenchError, Options, Outcome, UsageError, environment, print_table, write_json
 
 BENCHMARKS: dict[str, Callable[[Options], Outcome]] = {
@@ -17,6 +17,7 @@ BENCHMARKS: dict[str, Callable[[Options], Outcome]] = {
     "controller": controller.run,
     "router": router.run,
     "reward": reward.run,
+    "rollout": rollout.run,
 }
 TAKE_ARGUMENTS = {"router"}  # for our side, with --ours
 RESULTS = ROOT / "bench" / "results"

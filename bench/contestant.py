@@ -3,6 +3,8 @@
     driver ── {"go": 2} ──▶ contestant        starts with {"ready": {...versions}}
     driver ◀── {"steps": [{"seconds": 1.9, "amount": 4096, "parts": {...}}, ...]} ──
 
+Contestants with several cases are told which: {"go": 2, "case": "mixed"}.
+
 The end of standard input means: go home.
 """
 
@@ -29,8 +31,15 @@ class Line:
 
     def wait_for_go(self) -> int:
         """How many steps to take now; 0 when it is over."""
+        return self.wait_for_case()[0]
+
+    def wait_for_case(self) -> tuple[int, str]:
+        """How many steps to take now, and of which case."""
         message = sys.stdin.readline()
-        return int(json.loads(message)["go"]) if message else 0
+        if not message:
+            return 0, ""
+        told = json.loads(message)
+        return int(told["go"]), told.get("case", "")
 
     def answer(self, steps: list[dict[str, Any]]) -> None:
         self._send({"steps": steps})

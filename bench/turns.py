@@ -128,13 +128,13 @@ class Contestant:
         """Wait until it is set up; its versions."""
         return dict(self._answer("ready", time.monotonic() + deadline_s))
 
-    def go(self, num_steps: int, deadline_s: float) -> list[Step]:
-        """Have it take steps."""
+    def go(self, num_steps: int, deadline_s: float, case: str | None = None) -> list[Step]:
+        """Have it take steps, of one case where it has several."""
         self._wake()
         deadline = time.monotonic() + deadline_s
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"go": num_steps}) + "\n")
+            self._process.stdin.write(json.dumps({"go": num_steps} | ({} if case is None else {"case": case})) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._failure("has ended") from None
@@ -253,38 +253,45 @@ class Round:
 def alternate(contestants: Sequence[Contestant], plan: Plan) -> dict[str, Tally]:
     """Let started contestants take turns; their tallies by name. The steps of the warm-up are not in them."""
     versions = {contestant.name: contestant.ready(plan.start_s) for contestant in contestants}
+    tallies = take_turns(contestants, plan)
     for contestant in contestants:
-        contestant.go(plan.warmup_steps, plan.start_s)
+        contestant.dismiss()  # all now, so that they take their time to end together
+    for name, tally in tallies.items():
+        tally.versions = versions[name]
+    return tallies
+
+
+def take_turns(contestants: Sequence[Contestant], plan: Plan, case: str | None = None) -> dict[str, Tally]:
+    """The same of contestants who are ready and stay so, at one case where they have several."""
+    for contestant in contestants:
+        contestant.go(plan.warmup_steps, plan.start_s, case)
     rounds: list[Round] = []
     order = list(contestants)
     patience_s = plan.patience_s
     while len(rounds) < plan.num_rounds + plan.extra_rounds:
         patience_s -= wait_for_quiet(plan.quiet_share, patience_s)
-        rounds.append(_round(order, plan))
+        rounds.append(_round(order, plan, case))
         print(f"round {len(rounds)}: {rounds[-1]}", file=sys.stderr, flush=True)
         order.reverse()
         if sum(one.others_share <= plan.quiet_share for one in rounds) == plan.num_rounds:
             break
-    for contestant in contestants:
-        contestant.dismiss()  # all now, so that they take their time to end together
     # Which rounds count depends on the rest of the machine alone, never on how anyone did in them.
     kept = sorted(rounds, key=lambda one: one.others_share)[: plan.num_rounds]
     return {
         name: Tally(
-            versions[name],
-            [step for one in kept for step in one.turns[name].steps],
-            sum(one.turns[name].cpu_s for one in kept),
-            max(one.others_share for one in kept),
+            steps=[step for one in kept for step in one.turns[name].steps],
+            cpu_s=sum(one.turns[name].cpu_s for one in kept),
+            others_share=max(one.others_share for one in kept),
         )
-        for name in versions
+        for name in (contestant.name for contestant in contestants)
     }
 
 
-def _round(order: Sequence[Contestant], plan: Plan) -> Round:
+def _round(order: Sequence[Contestant], plan: Plan, case: str | None) -> Round:
     result = Round()
     for contestant in order:
         cpu_before, busy_before, start = contestant.cpu_s(), busy_s(), time.monotonic()
-        steps = contestant.go(plan.steps_per_turn, plan.turn_s)
+        steps = contestant.go(plan.steps_per_turn, plan.turn_s, case)
         seconds, busy = time.monotonic() - start, busy_s() - busy_before
         cpu_s = contestant.cpu_s() - cpu_before + sum(step.ended_cpu_s for step in steps)
         share = max(0.0, busy - cpu_s) / (seconds * (os.cpu_count() or 1))

@@ -1,0 +1,218 @@
+"""`rollout`: the native engine against transformers, TRL and vLLM; against the machine; and in training against `hf`.
+
+    contest   equal, mixed, different, shared; dense and moe   ours and the peers                    in turns
+    alone     share of the matrix rate, log-probs, greedy      ours                                  a step each
+    demo      the demonstration's training                     rollout.engine=native and =hf         in turns
+    weights   a version from trainer to engine, by channel     memcpy; see rollout_weights.py        in turns
+
+The work is in rollout_work.py, what is checked of ours alone in rollout_checks.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.grpo_work import VOCABULARY, write_model
+from bench.harness import Options, Outcome, Peer, Row, UsageError
+from bench.rollout_work import DENSE, MOE, Job, make_cases
+from bench.turns import Contestant, Plan, Tally, alternate, take_turns
+
+OURS, GENERATE, CONTINUOUS, TRL, VLLM = "practicum", "generate", "continuous_batching", "trl", "vllm"
+PEERS = (GENERATE, CONTINUOUS, TRL, VLLM)
+IN_ENVIRONMENTS_OF_THEIR_OWN = (TRL, VLLM)
+LOG_PROBS, GREEDY, DEMO, WEIGHTS = "log-probs", "greedy", "demo", "weights"
+TOKENS, CPU = "tokens/s", "CPU s per 1000 tokens"
+SHARE = "share of the matrix rate"
+DIFFERENCE = "largest difference to a full forward pass"
+END_S = 3.0  # then they are killed: nothing of worth is left in them
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    num_prompts: int
+    num_new: int
+    plan: Plan
+    num_looks: int  # at what is checked of ours alone and depends on the machine
+    demo: Plan
+    demo_accuracy: float  # of its model before the training
+    demo_backend: str
+
+
+FULL = Sizes(
+    num_prompts=64,
+    num_new=64,
+    plan=Plan(warmup_steps=1, num_rounds=7, steps_per_turn=1, extra_rounds=14, patience_s=300, turn_s=600),
+    num_looks=5,
+    demo=Plan(warmup_steps=4, num_rounds=8, steps_per_turn=5, extra_rounds=16, patience_s=300),
+    demo_accuracy=0.3,
+    demo_backend="ray",
+)
+QUICK = Sizes(
+    num_prompts=8,
+    num_new=8,
+    plan=Plan(warmup_steps=1, num_rounds=1, steps_per_turn=1),
+    num_looks=1,
+    demo=Plan(warmup_steps=1, num_rounds=1, steps_per_turn=2),
+    demo_accuracy=0.0,
+    demo_backend="local",  # starting Ray twice takes too long for a quick look
+)
+
+
+def run(options: Options) -> Outcome:
+    """`--peer none` is ours alone; the demo and the weights stay, whose other side is ours or a plain copy."""
+    sizes = QUICK if options.quick else FULL
+    commands, missing = peer_commands(options.peer)
+    rows: list[Row] = []
+    where: dict[str, object] = {"sizes": asdict(sizes), "threads": os.cpu_count() or 1, "peers_not_installed": missing}
+    with tempfile.TemporaryDirectory(prefix="bench-rollout-") as name:
+        folder = Path(name)
+        cases = make_cases(sizes.num_prompts, sizes.num_new)
+        wanted = {name: case for name, case in cases.items() if options.wants(name)}
+        checks = [check for check in (LOG_PROBS, GREEDY) if options.wants(check)]
+        if wanted or checks:
+            models = {DENSE: str(folder / DENSE), MOE: str(folder / MOE)}
+            job = Job(models, wanted or cases, os.cpu_count() or 1, VOCABULARY, options.quick)
+            found = contest(job, commands if wanted else {}, checks, list(wanted), sizes, folder)
+            rows += found.rows
+            where |= found.environment
+        if options.wants(DEMO):
+            tallies = demo(sizes, folder)
+            rows += demo_rows(tallies)
+            where["demo_cpu_share_of_others"] = _share_of_others(tallies)
+    if options.wants(WEIGHTS):
+        from bench import rollout_weights  # brings torch, which other benchmarks can do without
+
+        rows += rollout_weights.rows(options)
+    return Outcome(rows, where)
+
+
+def peer_commands(asked: str | None) -> tuple[dict[str, list[str]], list[str]]:
+    """The peers' programs, and the peers that are left out since they are not installed. One asked for must be."""
+    if asked == "none":
+        return {}, []
+    if asked is not None and asked not in PEERS:
+        raise UsageError(f"peer {asked!r} is not known here; known: {', '.join(PEERS)}, none.")
+    commands, missing = {}, []
+    for name in PEERS if asked is None else [asked]:
+        if name not in IN_ENVIRONMENTS_OF_THEIR_OWN:
+            commands[name] = [sys.executable, "-m", "bench.peers.hf_rollout"]
+            continue
+        try:
+            commands[name] = [Peer(name).python, "-m", f"bench.peers.{name}_rollout"]
+        except UsageError as error:
+            if asked is not None:
+                raise
+            print(f"left out: {error}", file=sys.stderr, flush=True)
+            missing.append(name)
+    return commands, missing
+
+
+def peer_environment(name: str, command: Sequence[str]) -> dict[str, str]:
+    threads = str(os.cpu_count() or 1)
+    env = {"OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if name != VLLM:
+        return env
+    # As its manual asks for; and in one process with all cores, where it would keep one for its second process.
+    runtime = Path(command[0]).parent.parent / "lib" / "libiomp5.so"
+    preload = {"LD_PRELOAD": str(runtime)} if runtime.exists() else {}
+    return {
+        **env,
+        **preload,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+# The contest, and what is checked of ours alone
+
+
+def contest(
+    job: Job, commands: Mapping[str, list[str]], checks: Sequence[str], cases: Sequence[str], sizes: Sizes, folder: Path
+) -> Outcome:
+    for model, path in job.models_used().items():
+        write_model(Path(path), mixture_of_experts=model == MOE)
+    job.write(folder / "job.json")
+    entries = {OURS: [sys.executable, "-m", "bench.contestants.practicum_rollout"], **commands}
+    plan = sizes.plan
+    rows: list[Row] = []
+    others: dict[str, float] = {}
+    with ExitStack() as stack:
+        everyone = []
+        for name, command in entries.items():
+            program = [*command, str(folder / "job.json"), name]
+            env = peer_environment(name, command)
+            everyone.append(stack.enter_context(Contestant(name, program, folder, env, end_s=END_S)))
+        ours = everyone[0]
+        versions = {OURS: ours.ready(plan.start_s)}
+        found = {check: ours.go(1, plan.turn_s, check)[0].amount for check in checks}  # while the others get ready
+        versions |= {one.name: one.ready(plan.start_s) for one in everyone[1:]}
+        for case in cases:
+            print(f"{case}:", file=sys.stderr, flush=True)
+            tallies = take_turns(everyone, plan, case)
+            looks = ours.go(sizes.num_looks, plan.turn_s, f"matrix rate, {case}")
+            rows += case_rows(case, tallies, Tally(steps=looks).rate)
+            others[case] = _share_of_others(tallies)
+        rows += [check_row(check, value) for check, value in found.items()]
+        for one in everyone:
+            one.dismiss()
+    return Outcome(rows, {"versions": versions, "cpu_share_of_others": others})
+
+
+def case_rows(case: str, tallies: Mapping[str, Tally], share: float) -> list[Row]:
+    ours = tallies[OURS]
+    against: list[tuple[str, Tally] | tuple[None, None]] = [(n, t) for n, t in tallies.items() if n != OURS]
+    rows = []
+    for name, theirs in against or [(None, None)]:
+        rate, cpu_s = (None, None) if theirs is None else (theirs.rate, theirs.cpu_s_per_1000)
+        rows.append(Row(case, TOKENS, ours.rate, rate, name))
+        rows.append(Row(case, CPU, ours.cpu_s_per_1000, cpu_s, name, better="lower"))
+    return [*rows, Row(case, SHARE, share)]
+
+
+def check_row(check: str, value: float) -> Row:
+    if check == LOG_PROBS:
+        return Row(LOG_PROBS, DIFFERENCE, value, better="lower")
+    return Row(GREEDY, "families with the tokens of generate", value)
+
+
+# The demonstration's training
+
+
+def demo(sizes: Sizes, folder: Path) -> dict[str, Tally]:
+    from practicum.demo.arithmetic import all_problems, write_problems
+    from practicum.demo.run import NUM_HELD_OUT, WRONG_SHARE
+    from practicum.demo.warmup import warm_up
+
+    train, _ = all_problems(0, NUM_HELD_OUT)
+    write_problems(folder / "train.jsonl", train)
+    warm_up(folder / "model", train, seed=0, until_accuracy=sizes.demo_accuracy, wrong_share=WRONG_SHARE)
+    program = [sys.executable, "-m", "bench.contestants.practicum_demo"]
+    with ExitStack() as stack:
+        contestants = [
+            stack.enter_context(
+                Contestant(engine, [*program, engine, str(folder), sizes.demo_backend], folder, end_s=END_S)
+            )
+            for engine in ("native", "hf")
+        ]
+        return alternate(contestants, sizes.demo)
+
+
+def demo_rows(tallies: Mapping[str, Tally]) -> list[Row]:
+    ours, theirs = tallies["native"], tallies["hf"]
+    return [
+        Row(DEMO, TOKENS, ours.rate, theirs.rate, "hf"),
+        Row(DEMO, "s of a step for rollout", ours.parts()["rollout"], theirs.parts()["rollout"], "hf", better="lower"),
+        Row(DEMO, CPU, ours.cpu_s_per_1000, theirs.cpu_s_per_1000, "hf", better="lower"),
+    ]
+
+
+def _share_of_others(tallies: Mapping[str, Tally]) -> float:
+    return round(max(tally.others_share for tally in tallies.values()), 3)

@@ -1,0 +1,145 @@
+"""The work of everyone in the `rollout` benchmark: which prompts, how long the answers, and how they are counted.
+
+Imported in the environments of all peers, so it needs nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from bench.contestant import Line, step
+
+DENSE, MOE = "dense", "moe"
+FIRST_WORD = 2  # the tokens before it are special
+Prompts = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`num_answers` to each prompt, of as many tokens as `new_tokens` says for that prompt."""
+
+    model: str  # DENSE or MOE
+    prompt_lengths: list[int]
+    new_tokens: list[int]
+    num_answers: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all answers: what is counted."""
+        return self.num_answers * sum(self.new_tokens)
+
+    def lengths(self) -> list[int]:
+        """Of every answer, the answers to one prompt after each other."""
+        return [length for length in self.new_tokens for _ in range(self.num_answers)]
+
+    def prompts(self, seed: int, vocabulary: int) -> Prompts:
+        """New ones for every step: some engines remember what they have read."""
+        chance = random.Random(seed)
+        return [[chance.randrange(FIRST_WORD, vocabulary) for _ in range(length)] for length in self.prompt_lengths]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All a contestant needs to know."""
+
+    models: Mapping[str, str]  # DENSE, MOE -> folder
+    cases: Mapping[str, Case]
+    threads: int
+    vocabulary: int
+    quick: bool = False
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: str) -> Job:
+        fields = json.loads(Path(path).read_text())
+        return cls(**{**fields, "cases": {name: Case(**case) for name, case in fields["cases"].items()}})
+
+    def models_used(self) -> dict[str, str]:
+        used = {case.model for case in self.cases.values()}
+        return {name: folder for name, folder in self.models.items() if name in used}
+
+
+def make_cases(num_prompts: int, num_new: int) -> dict[str, Case]:
+    """The cases by name. 64 and 64 is the full work; everything else follows from these two."""
+    chance = random.Random(0)
+    same = [num_new] * num_prompts
+    # From an eighth of the usual length to four times it, each factor as likely as another.
+    very = [round(num_new * math.exp(chance.uniform(math.log(1 / 8), math.log(4)))) for _ in range(num_prompts)]
+    mixed = [chance.randint(num_new // 8, 2 * num_new) for _ in range(num_prompts)]
+    equal = [num_new] * num_prompts
+    long = [4 * num_new] * (num_prompts // 2)
+    shapes = {
+        "equal": (equal, same, 1),
+        "mixed": (mixed, same, 1),
+        "different": (equal, very, 1),
+        "shared": (long, same[: len(long)], 8),
+    }
+    dense = {name: Case(DENSE, *shape) for name, shape in shapes.items()}
+    return dense | {f"{name} moe": Case(MOE, *shape) for name, shape in shapes.items()}
+
+
+# What a contestant does
+
+Answer = tuple[Sequence[int], Sequence[float]]  # tokens and their log-probs
+
+
+class Writer(Protocol):
+    """One engine with one model."""
+
+    def write(self, case: Case, prompts: Prompts) -> Any:
+        """All answers with the log-probs of their tokens, in whatever form the engine has them. This is timed."""
+
+    def answers(self, case: Case, written: Any) -> list[Answer]:
+        """The same in plain form, in the order of `Case.lengths`."""
+
+
+def take_steps(
+    line: Line,
+    job: Job,
+    packages: Iterable[str],
+    writers: Mapping[str, Writer],
+    others: Mapping[str, Callable[[], dict[str, Any]]] | None = None,
+) -> None:
+    """A contestant's whole life, once its models are loaded. `others` are steps of another kind, by name."""
+    line.ready(packages)
+    seed = 0
+    while True:
+        num_steps, name = line.wait_for_case()
+        if not num_steps:
+            return
+        steps = []
+        for _ in range(num_steps):
+            seed += 1
+            if others and name in others:
+                steps.append(others[name]())
+            else:
+                case = job.cases[name]
+                steps.append(one_step(case, writers[case.model], case.prompts(seed, job.vocabulary)))
+        line.answer(steps)
+
+
+def one_step(case: Case, writer: Writer, prompts: Prompts) -> dict[str, Any]:
+    began = time.perf_counter()
+    written = writer.write(case, prompts)
+    seconds = time.perf_counter() - began
+    check(case, writer.answers(case, written))
+    return step(seconds, case.num_tokens)
+
+
+def check(case: Case, answers: Sequence[Answer]) -> None:
+    """An engine that writes less than it was asked to must not look fast."""
+    lengths = [len(tokens) for tokens, _ in answers]
+    if lengths != case.lengths():
+        raise RuntimeError(f"answers of {lengths} tokens where {case.lengths()} were due")
+    for tokens, log_probs in answers:
+        if len(log_probs) != len(tokens) or not all(math.isfinite(value) and value <= 0 for value in log_probs):
+            raise RuntimeError(f"{len(tokens)} tokens with log-probs {list(log_probs)[:8]}...")

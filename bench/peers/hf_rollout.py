@@ -42,7 +42,7 @@ class Generate:
             return_dict_in_generate=True,
         )
         tokens = written.sequences[:, width:]
-        # Cheaper than `compute_transition_scores`, which normalises and copies the scores of all tokens.
+        # Not by `compute_transition_scores`, which normalises and copies the scores of all tokens.
         drawn = [
             scores.gather(1, tokens[:, [at]])[:, 0] - scores.logsumexp(1) for at, scores in enumerate(written.scores)
         ]

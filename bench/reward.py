@@ -163,14 +163,19 @@ def contest_rows(parts: Parts, sizes: Sizes) -> list[Row]:
         rows.append(_against(RULE, "ms per call", per_call_ms(ours), None if verl is None else per_call_ms(verl)))
     if part_of(MATH, SECONDS) in ours:
         rows += math_rows(parts, sizes)
-    for case, ideal_s, peer in ((ASYNC, SLEEP_S / CONCURRENCY, RATE_LIMITED), (SYNC, SLEEP_S / NUM_PROCESSES, "verl")):
+    for case, at_a_time, peer in ((ASYNC, CONCURRENCY, RATE_LIMITED), (SYNC, NUM_PROCESSES, "verl")):
         if part_of(case, SECONDS) in ours:
-            own = ours[part_of(case, SECONDS)] / (ideal_s * sizes.ours[case].num_samples)
+            own = ours[part_of(case, SECONDS)] / ideal_s(sizes.ours[case].num_samples, at_a_time)
             theirs = None
             if peer in parts:
-                theirs = parts[peer][part_of(case, SECONDS)] / (ideal_s * sizes.verl[case].num_samples)
+                theirs = parts[peer][part_of(case, SECONDS)] / ideal_s(sizes.verl[case].num_samples, at_a_time)
             rows.append(_against(case, "s / ideal s", own, theirs, peer))
     return rows
+
+
+def ideal_s(num_samples: int, at_a_time: int) -> float:
+    """A call cannot be divided: the last ones take as long as the others, even if they are few."""
+    return SLEEP_S * -(-num_samples // at_a_time)
 
 
 def per_call_ms(parts: Mapping[str, float]) -> float:

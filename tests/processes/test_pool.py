@@ -303,20 +303,20 @@ def test_the_gate_is_passed_first_and_counts_as_waiting() -> None:
     class Gate:
         is_open = False
 
-        async def __aenter__(self) -> None:
+        async def enter(self) -> None:
             await asyncio.sleep(0.2)
             self.is_open = True
 
-        async def __aexit__(self, *error: object) -> None:
+        def leave(self) -> None:
             self.is_open = False
 
     async def test() -> None:
         async with pool_of(Tricks()) as pool:
             gate = Gate()
-            result = await pool.run(("square", 3), 5, gate)  # type: ignore[arg-type]
+            result = await pool.run(("square", 3), 5, gate)
             assert (result.value, result.waited_s >= 0.2, gate.is_open) == (9, True, False)
             with pytest.raises(JobFailed):
-                await pool.run(("raise_error", "x"), 5, gate)  # type: ignore[arg-type]
+                await pool.run(("raise_error", "x"), 5, gate)
             assert not gate.is_open
 
     run(test)
@@ -352,7 +352,7 @@ def test_coroutines_share_a_process_and_run_side_by_side() -> None:
 def test_a_coroutine_fails_alone_and_its_neighbours_are_run_again(what: str, kind: str, reason: str) -> None:
     async def test() -> None:
         async with pool_of(AsyncTricks(), capacity=64) as pool:
-            bad = asyncio.create_task(outcome(pool, what, 7, timeout_s=0.3))
+            bad = asyncio.create_task(outcome(pool, what, 7, timeout_s=0.3 if kind == "timeout" else 10.0))
             good = [asyncio.create_task(outcome(pool, "nap", 0.6, timeout_s=2.0)) for _ in range(20)]
             failed_kind, failed_reason = await bad
             assert (failed_kind, reason in failed_reason) == (kind, True), failed_reason

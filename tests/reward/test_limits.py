@@ -203,6 +203,49 @@ def test_clients_share_one_limit_and_never_exceed_it() -> None:
     run(test)
 
 
+def test_a_turn_is_passed_on_for_a_while_and_then_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits_module, "_PASSED_ON_S", 0.3)
+
+    async def test() -> None:
+        with LimitKeeper(LimitsConfig(concurrency=1)) as keeper:
+            busy, other = [await LimitClient.connect(keeper.address) for _ in range(2)]
+            order: list[str] = []
+
+            async def use(client: LimitClient, name: str, times: int) -> None:
+                for _ in range(times):
+                    async with client.permit(1):
+                        order.append(name)
+                        await asyncio.sleep(0.02)
+
+            mine = [asyncio.create_task(use(busy, "busy", 30)) for _ in range(3)]
+            while not order:
+                await asyncio.sleep(0.001)
+            await asyncio.gather(use(other, "other", 1), *mine)
+            assert 1 < order.index("other") < 60  # later than in the order of the questions, but not at the end
+            for client in (busy, other):
+                client.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("limits", [LimitsConfig(concurrency=1), LimitsConfig(concurrency=1, requests_per_minute=99)])
+def test_a_turn_passed_on_to_one_that_is_cancelled_is_not_lost(limits: LimitsConfig) -> None:
+    async def test() -> None:
+        with LimitKeeper(limits) as keeper:
+            client = await LimitClient.connect(keeper.address)
+            for _ in range(20):
+                (permit,) = await holding(client, 1)
+                waiting = [asyncio.create_task(client.ask(1)) for _ in range(3)]
+                await asyncio.sleep(0)
+                waiting[0].cancel()  # still in the queue when the turn is passed on
+                await permit.__aexit__()
+                waiting[1].cancel()  # has got it, and does not know yet
+                client.done(await asyncio.wait_for(waiting[2], 5.0), 1)
+            client.close()
+
+    run(test)
+
+
 def test_what_a_client_held_is_free_when_it_is_gone() -> None:
     async def test() -> None:
         with LimitKeeper(LimitsConfig(concurrency=2)) as keeper:

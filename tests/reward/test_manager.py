@@ -13,7 +13,7 @@ import pytest
 
 from practicum import Sample
 from practicum.controller import Controller, GroupFuture, LocalWorkerGroup, RayClassWithInitArgs, open_controller
-from practicum.controller.future import Gather
+from practicum.controller.future import Gather, only
 from practicum.errors import RewardError, WorkerDied
 from practicum.reward import Progress, RewardLoopManager, RewardLoopWorker
 from practicum.reward.desks import Graded
@@ -206,30 +206,26 @@ class Mortal:
         self.num_deaths = num_deaths
         self.num_restarts = 0
         self.seen: Counter[int] = Counter()
-        self._graded: list[tuple[int, Graded]] = []
 
     def with_timeout(self, timeout_s: float) -> Mortal:
         return self
 
-    def map_async(self, method: Any, stacks: list[Stack], wait_s: float) -> GroupFuture[Any]:
-        for stack in stacks:
-            self.seen.update(stack.places)
-            self._graded += [(place, Graded(Score(1.0))) for place in stack.places]
-        return GroupFuture([], lambda deadline: self._replies(), 0.0, cast(Gather, list))
+    def execute_rank_async(self, rank: int, method: Any, stack: Stack, wait_s: float) -> GroupFuture[Any]:
+        self.seen.update(stack.places)
+        graded = [(place, Graded(Score(1.0))) for place in stack.places]
+        return GroupFuture([], lambda deadline: self._replies(graded), 0.0, cast(Gather, only))
 
-    def execute_all(self, method: Any, *args: Any) -> list[Any]:
-        return self._replies()
+    def execute_all(self, method: Any) -> None:
+        assert method is RewardLoopWorker.abandon
 
-    def _replies(self) -> list[Any]:
+    def _replies(self, graded: list[tuple[int, Graded]]) -> list[Any]:
         if self.num_deaths > 0:
             self.num_deaths -= 1
             raise WorkerDied("rank 1 is gone", group=self.name, ranks=[1])
-        graded, self._graded = self._graded, []
         return [Handout(graded, 0)]
 
     def restart(self) -> None:
         self.num_restarts += 1
-        self._graded.clear()
 
 
 def test_workers_that_die_are_started_anew_and_their_samples_graded_again() -> None:
@@ -253,11 +249,11 @@ def test_workers_that_die_again_and_again_are_an_infra_error_not_a_hang() -> Non
 class Recording(Mortal):
     def __init__(self) -> None:
         super().__init__(0)
-        self.stacks: list[list[Stack]] = []
+        self.stacks: list[Stack] = []
 
-    def map_async(self, method: Any, stacks: list[Stack], wait_s: float) -> GroupFuture[Any]:
-        self.stacks.append(stacks)
-        return super().map_async(method, stacks, wait_s)
+    def execute_rank_async(self, rank: int, method: Any, stack: Stack, wait_s: float) -> GroupFuture[Any]:
+        self.stacks.append(stack)
+        return super().execute_rank_async(rank, method, stack, wait_s)
 
 
 def test_the_dearest_samples_are_spread_over_the_workers() -> None:
@@ -267,19 +263,26 @@ def test_the_dearest_samples_are_spread_over_the_workers() -> None:
     object.__setattr__(long[0], "token_ids", np.zeros(4000, np.int32))
     object.__setattr__(long[1], "token_ids", np.zeros(4000, np.int32))
     manager.grade([*short[:5], *long, *short[5:]])
-    (shares,) = group.stacks
-    assert sorted(len(share.samples) for share in shares) == [11, 11]
-    assert [len(share.samples[0].token_ids) for share in shares] == [4000, 4000]  # one each, and first
+    assert sorted(len(stack.samples) for stack in group.stacks) == [11, 11]
+    assert [len(stack.samples[0].token_ids) for stack in group.stacks] == [4000, 4000]  # one each, and first
+
+
+def test_what_is_known_to_be_cheap_is_not_worth_a_call_to_everyone() -> None:
+    group = Recording()
+    manager = RewardLoopManager(cast(Any, group))
+    for num_stacks in (2, 1):  # unknown, and then known to take no time
+        group.stacks.clear()
+        assert statuses(manager.grade(samples_of(*"a" * 64)).scores) == ["ok"] * 64
+        assert len(group.stacks) == num_stacks
 
 
 def test_answers_to_one_prompt_stay_side_by_side() -> None:
     group = Recording()
     samples = [sample for sample in samples_of(*"abcdefghijklmnop") for _ in range(4)]
     RewardLoopManager(cast(Any, group)).grade(samples)
-    (shares,) = group.stacks
-    assert [len(share.samples) for share in shares] == [32, 32]
-    for share in shares:
-        ids = [sample.prompt.id for sample in share.samples]
+    assert [len(stack.samples) for stack in group.stacks] == [32, 32]
+    for stack in group.stacks:
+        ids = [sample.prompt.id for sample in stack.samples]
         assert all(ids.count(one) == 4 and ids[ids.index(one) :][:4] == [one] * 4 for one in ids)
 
 

@@ -16,16 +16,23 @@ import signal
 import socket
 import time
 from collections import deque
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from practicum.processes.child import NOBODY, Blackboard
 from practicum.processes.link import Line, ServerLink
 from practicum.processes.wire import packed
 from practicum.processes.work import Limits, Work
 
-Gate = AbstractAsyncContextManager[Any]
+
+class Gate(Protocol):
+    """What a job must pass before it is begun, such as a limit that others share."""
+
+    async def enter(self) -> None: ...
+
+    def leave(self) -> None:
+        """Told as soon as the job has ended, and maybe again."""
+
 
 _MOST_LOSSES = 3
 _MOST_SERVER_STARTS = 5
@@ -55,11 +62,17 @@ class _Job:
     begun_at: float | None = None
     times_lost: int = 0
     timer: asyncio.TimerHandle | None = None
+    gate: Gate | None = None
 
     def stop_clock(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
+
+    def leave(self) -> None:
+        """Before anyone hears what came of it: whoever waits at the gate goes first."""
+        if self.gate is not None:
+            self.gate.leave()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +128,25 @@ class ProcessPool:
         """The job's result, or `JobFailed`. A gate is passed when its turn is near; what that raises comes through."""
         number = next(self._numbers)
         message = packed((number, payload))
-        if gate is None:
-            return await self._run(number, message, timeout_s, time.monotonic())
         asked_at = time.monotonic()
-        async with self._room, gate:
-            return await self._run(number, message, timeout_s, asked_at)
+        if gate is None:
+            return await self._run(number, message, timeout_s, asked_at, None)
+        async with self._room:
+            await gate.enter()
+            try:
+                return await self._run(number, message, timeout_s, asked_at, gate)
+            finally:
+                gate.leave()
 
-    async def _run(self, number: int, message: bytes, timeout_s: float, asked_at: float) -> JobResult:
+    async def _run(
+        self, number: int, message: bytes, timeout_s: float, asked_at: float, gate: Gate | None
+    ) -> JobResult:
         if self._is_closed:
             raise JobFailed("lost", "the pool of processes is closed")
         if self._broken is not None:
             raise JobFailed("lost", self._broken)
         loop = asyncio.get_running_loop()
-        job = _Job(number, message, timeout_s, loop.create_future())
+        job = _Job(number, message, timeout_s, loop.create_future(), gate=gate)
         self._waiting.append(job)
         self._assign()
         try:
@@ -177,6 +196,7 @@ class ProcessPool:
                 self._lose(job, "it was cancelled together with another", is_suspect=False)
             elif is_result:
                 if not job.done.done():
+                    job.leave()
                     job.done.set_result(value)
             else:
                 self._fail(job, JobFailed("raised", f"raised {value}"))
@@ -351,6 +371,7 @@ class ProcessPool:
     def _fail(self, job: _Job, failure: JobFailed) -> None:
         job.stop_clock()
         if not job.done.done():
+            job.leave()
             job.done.set_exception(failure)
 
     def _fail_all(self, reason: str) -> None:

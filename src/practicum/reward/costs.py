@@ -5,7 +5,7 @@ from __future__ import annotations
 from practicum.types import Sample
 
 _NEWEST_COUNTS = 0.05
-_UNKNOWN_S_PER_TOKEN = 1e-6
+_UNKNOWN_S_PER_TOKEN = 1e-3  # it may be dear, so all workers get some of it
 _LEAST_S = 1e-7  # nothing is free: what were would all go to one worker
 
 

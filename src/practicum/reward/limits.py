@@ -3,7 +3,9 @@
     worker ── ask(tokens) ──▶ LimitKeeper (in the driver) ── grant, in the order of the questions ──▶ worker
            ── done(tokens) ─▶
 
-A worker keeps one connection. When it breaks, whatever the worker held is free again.
+A worker keeps one connection. When it breaks, whatever the worker held is free again. Where only the number at a time
+is limited, a turn is granted for a while: until then the worker may pass it on to the next of its own that waits, and
+the way to the keeper and back is not between the two.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from practicum.errors import RewardError
 _WINDOW_S = 60.0
 _FRAME = struct.Struct("!BQQ")  # what, ticket, tokens
 _ASK, _DONE = 1, 2
-_GRANT = struct.Struct("!Q")
+_GRANT = struct.Struct("!Qd")  # ticket, seconds for which the turn may be passed on
+_PASSED_ON_S = 0.25  # others wait too
 _CONNECT_S = 10.0
 _ENOUGH_BYTES = 16 * _FRAME.size
 
@@ -116,6 +119,8 @@ class LimitKeeper:
 
     def __init__(self, limits: LimitsConfig, host: str = "127.0.0.1") -> None:
         self._book = LimitBook(limits)
+        is_by_minute = limits.requests_per_minute is not None or limits.tokens_per_minute is not None
+        self._passed_on_s = 0.0 if is_by_minute else _PASSED_ON_S
         self._loop = asyncio.new_event_loop()
         self._clients: dict[int, _Client] = {}
         self._numbers = itertools.count()
@@ -171,7 +176,7 @@ class LimitKeeper:
 
     def _hand_out(self) -> None:
         for who, ticket in self._book.grants():
-            self._clients[who].transport.write(_GRANT.pack(ticket))  # type: ignore[index]
+            self._clients[who].transport.write(_GRANT.pack(ticket, self._passed_on_s))  # type: ignore[index]
         if self._timer is not None:
             self._timer.cancel()
         due_s = self._book.next_change_s()
@@ -207,15 +212,25 @@ class Permit:
 
     def __init__(self, client: LimitClient, tokens: int) -> None:
         self._client = client
+        self._ticket: int | None = None
         self.tokens = tokens
         """As estimated. Whoever holds the permit may write down what it really was."""
 
-    async def __aenter__(self) -> Self:
+    async def enter(self) -> None:
         self._ticket = await self._client.ask(self.tokens)
+
+    def leave(self) -> None:
+        """Doing it twice does nothing."""
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            self._client.done(ticket, self.tokens)
+
+    async def __aenter__(self) -> Self:
+        await self.enter()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        self._client.done(self._ticket, self.tokens)
+        self.leave()
 
 
 class LimitClient(asyncio.Protocol):
@@ -223,7 +238,8 @@ class LimitClient(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._tickets = itertools.count()
-        self._asked: dict[int, asyncio.Future[None]] = {}
+        self._asked: dict[int, asyncio.Future[int]] = {}  # in order
+        self._held: dict[int, float] = {}  # tickets whose turn it is, and until when they may be passed on
         self._rest = b""
         self._unsent = bytearray()
         self._is_lost = False
@@ -246,18 +262,31 @@ class LimitClient(asyncio.Protocol):
         if self._is_lost:
             raise ConnectionError("the keeper of reward.limits is gone")
         ticket = next(self._tickets)
-        self._asked[ticket] = granted = asyncio.get_running_loop().create_future()
+        granted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._asked[ticket] = granted
         self._tell(_ASK, ticket, tokens)
         try:
-            await granted
+            return await granted
         except asyncio.CancelledError:
             self._asked.pop(ticket, None)
-            self.done(ticket, 0)  # also if its turn has come in the same moment
+            # Its turn may have come in the same moment.
+            has_turn = granted.done() and not granted.cancelled() and granted.exception() is None
+            self.done(granted.result() if has_turn else ticket, 0)
             raise
-        return ticket
 
     def done(self, ticket: int, tokens: int) -> None:
+        until = self._held.pop(ticket, 0.0)
+        if time.monotonic() < until:
+            waiting = next((one for one, granted in self._asked.items() if not granted.done()), None)
+            if waiting is not None:
+                self._begin(waiting, ticket, until)
+                ticket, tokens = waiting, 0  # under which nobody waits any more
         self._tell(_DONE, ticket, tokens)
+
+    def _begin(self, waiting: int, ticket: int, until: float) -> None:
+        """Who waits has a turn now: its own, or one that is passed on."""
+        self._held[ticket] = until
+        self._asked.pop(waiting).set_result(ticket)
 
     def _tell(self, what: int, ticket: int, tokens: int) -> None:
         if not self._unsent:
@@ -281,10 +310,11 @@ class LimitClient(asyncio.Protocol):
         data = self._rest + data
         whole = len(data) - len(data) % _GRANT.size
         self._rest = data[whole:]
-        for (ticket,) in _GRANT.iter_unpack(data[:whole]):
-            granted = self._asked.pop(ticket, None)
+        now = time.monotonic()
+        for ticket, passed_on_s in _GRANT.iter_unpack(data[:whole]):
+            granted = self._asked.get(ticket)
             if granted is not None and not granted.done():  # else nobody waits any more, and the keeper is told so
-                granted.set_result(None)
+                self._begin(ticket, ticket, now + passed_on_s)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._is_lost = True

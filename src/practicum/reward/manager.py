@@ -14,7 +14,7 @@ import heapq
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
@@ -33,6 +33,7 @@ _LOOK_EVERY_S = 1.0
 _ANSWER_S = 60.0  # a worker that takes longer to say how far it is hangs
 _MOST_RESTARTS = 2
 _PIECES_PER_WORKER = 8
+_WORTH_A_CALL_S = 2e-3  # of grading
 _MANY, _HEAD = 512, 64
 
 
@@ -113,7 +114,8 @@ class GradingRound:
         self._held: list[int] = []  # until the models are awake
         self._is_held: Callable[[Prompt], bool] = lambda prompt: False
         self._wake: Callable[[], None] = lambda: None
-        self._unheard: list[GroupFuture[list[Handout]]] = []
+        self._unheard: list[GroupFuture[Handout]] = []
+        self._num_open = [0] * self._workers.world_size  # samples that each worker has
         self._load = [0.0] * self._workers.world_size  # expected seconds of what each worker has
         self._with: list[tuple[int, float]] = []  # which worker has a sample, and what it is expected to cost there
         self._num_failed = self._num_done = self._num_retried = self._num_restarts = 0
@@ -170,33 +172,41 @@ class GradingRound:
         stacks = self._stacks(places)
         try:
             if len(places) > _MANY:  # some go ahead, so that nobody waits until the rest is packed
-                self._unheard.append(
-                    self._workers.map_async(RewardLoopWorker.grade, [s.first(_HEAD) for s in stacks], 0.0)
-                )
-                stacks = [stack.rest(_HEAD) for stack in stacks]
-            self._unheard.append(self._workers.map_async(RewardLoopWorker.grade, stacks, wait_s))
+                self._call({rank: stack.first(_HEAD) for rank, stack in stacks.items()}, 0.0)
+                stacks = {rank: stack.rest(_HEAD) for rank, stack in stacks.items()}
+            self._call(stacks, wait_s)
         except WorkerDied as death:
             self._bring_back(death)
 
-    def _stacks(self, places: Sequence[int]) -> list[Stack]:
-        """One per worker: the dearest answers first, each to the worker with the least to do.
+    def _call(self, stacks: Mapping[int, Stack], wait_s: float) -> None:
+        for rank, stack in stacks.items():
+            if stack.samples:
+                self._unheard.append(self._workers.execute_rank_async(rank, RewardLoopWorker.grade, stack, wait_s))
+
+    def _stacks(self, places: Sequence[int]) -> dict[int, Stack]:
+        """By worker, for as many as it is worth calling: the dearest answers first, each to the one with the least to
+        do.
 
         Answers to one prompt stay side by side, since graders remember what they have read of it.
         """
         costs = {place: self._costs.expected(self._samples[place]) for place in places}
         units = [(sum(costs[place] for place in unit), unit) for unit in self._units(places)]
         units.sort(key=itemgetter(0), reverse=True)
-        ranks = [(load, rank) for rank, load in enumerate(self._load)]
-        heapq.heapify(ranks)
-        shares: list[list[int]] = [[] for _ in ranks]
+        num_called = max(1, round(sum(costs.values()) / _WORTH_A_CALL_S))
+        ranks = sorted((load, rank) for rank, load in enumerate(self._load))[:num_called]  # is a heap
+        shares: dict[int, list[int]] = {rank: [] for _, rank in ranks}
         for cost, unit in units:
             load, rank = ranks[0]
             heapq.heapreplace(ranks, (load + cost, rank))
             shares[rank] += unit
             self._load[rank] += cost
+            self._num_open[rank] += len(unit)
             for place in unit:
                 self._with[place] = (rank, costs[place])
-        return [Stack(self._number, share, [self._samples[place] for place in share]) for share in shares]
+        return {
+            rank: Stack(self._number, share, [self._samples[place] for place in share])
+            for rank, share in shares.items()
+        }
 
     def _units(self, places: Sequence[int]) -> Iterator[Sequence[int]]:
         """Answers to one prompt, in pieces small enough to share out evenly."""
@@ -210,22 +220,26 @@ class GradingRound:
         told_at = time.monotonic()
         while self._num_done < len(self._samples):
             try:
-                if self._unheard:
-                    self._take(self._unheard.pop(0).result())
-                else:
-                    self._take(self._workers.execute_all(RewardLoopWorker.collect, _LOOK_EVERY_S))
+                if not self._unheard:
+                    self._unheard = [
+                        self._workers.execute_rank_async(rank, RewardLoopWorker.collect, _LOOK_EVERY_S)
+                        for rank, num in enumerate(self._num_open)
+                        if num
+                    ]
+                self._take(self._unheard.pop(0).result())
             except (WorkerDied, DeadlineError) as death:
                 self._bring_back(death)
             if time.monotonic() - told_at >= _LOOK_EVERY_S:
                 told_at = time.monotonic()
                 self._on_progress(self._progress())
 
-    def _take(self, handouts: Sequence[Handout]) -> None:
+    def _take(self, handout: Handout) -> None:
         again: list[int] = []
-        for place, graded in itertools.chain.from_iterable(handout.graded for handout in handouts):
+        for place, graded in handout.graded:
             sample, status = self._samples[place], graded.score.status
             rank, cost = self._with[place]
             self._load[rank] -= cost
+            self._num_open[rank] -= 1
             if graded.cache_hits == 0 and status == "ok":
                 self._costs.learn(sample, graded.ran_s)
             if status in ("timeout", "infra_error") and self._attempts[place] < self._policy.retries:
@@ -249,8 +263,9 @@ class GradingRound:
         self._unheard.clear()
         held = set(self._held)
         left = [place for place, graded in enumerate(self._graded) if graded is None and place not in held]
-        self._load = [0.0] * self._workers.world_size
+        self._load, self._num_open = [0.0] * self._workers.world_size, [0] * self._workers.world_size
         if self._num_restarts == _MOST_RESTARTS:
+            self.abandon()  # by those that live
             reason = f"the reward workers ended {self._num_restarts + 1} times in this round: {death.message}"
             for place in left:
                 self._settle(place, Graded(Score.failed("infra_error", reason)))

@@ -30,6 +30,8 @@ from practicum.weights import WeightUpdate
 
 
 class BaseRollout(ABC):
+    eos_ids: Sequence[int]
+    """The tokens that end a text."""
     _inbox: Inbox | None = None  # of the `generate` under way
 
     @abstractmethod

@@ -81,7 +81,7 @@ class HFRollout(OwnModelRollout):
         params = going[0].ticket.request.params
         input_ids, mask = _left_padded([written_ids(row.ticket.request) for row in going], self._tokenizer.pad_token_id)
         drawing = _Drawing(going, params, self._device)
-        ending = _Stop(going, drawing, Ending(params, self._eos_ids, self._tokenizer), inbox)
+        ending = _Stop(going, drawing, Ending(params, self.eos_ids, self._tokenizer), inbox)
         self._model.generate(
             torch.from_numpy(input_ids).to(self._device),
             attention_mask=torch.from_numpy(mask).to(self._device),

@@ -175,8 +175,20 @@ def _decoded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sca
     """One token a row. Heads that share keys are so many queries to them: nothing is repeated."""
     rows, heads, _, width = query.shape
     grouped = query.view(rows, key.shape[1], heads // key.shape[1], width)
-    out = scaled_dot_product_attention(grouped, key, value, attn_mask=_typed(mask, query), scale=scaling)
+    if query.device.type == "cpu" and query.dtype == torch.float32:
+        out = _attended(grouped, key, value, mask, scaling or width**-0.5)
+    else:
+        mask = None if mask is None else mask.to(query.dtype)
+        out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(rows, heads, 1, value.shape[-1])
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """As products of many small matrices: with few queries, faster on several cores than PyTorch's fused kernel."""
+    scores = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)).mul_(scaling)
+    if mask is not None:
+        scores.unflatten(0, query.shape[:2]).add_(mask)
+    return torch.bmm(scores.softmax(-1), value.flatten(0, 1))
 
 
 def _each_by_itself(
@@ -199,7 +211,3 @@ def _each_by_itself(
         )
         parts.append(out.transpose(0, 1).flatten(1, 2))
     return torch.cat(parts, dim=1)[None]
-
-
-def _typed(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if mask is None else mask.to(like.dtype)

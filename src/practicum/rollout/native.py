@@ -26,11 +26,12 @@ from torch import Tensor
 from practicum.errors import RolloutError
 from practicum.replay import RouteRecorder, find_routers
 from practicum.rollout.answers import Ending, sample_of, untouched, written_ids
+from practicum.rollout.cpu import use_onednn
 from practicum.rollout.inbox import Inbox, Ticket
 from practicum.rollout.kv_cache import Decode, KVCache, Prompts, rounded
 from practicum.rollout.own_model import OwnModelRollout
 from practicum.rollout.sampling import draw_each, uniforms
-from practicum.rollout.sleeping import free_bytes
+from practicum.rollout.sleeping import free_bytes, keep_freed_memory
 from practicum.types import FinishReason, RolloutRequest, RoutedExperts
 from practicum.weights import WeightUpdate
 
@@ -59,6 +60,8 @@ class NativeRollout(OwnModelRollout):
         self._cache_gb = cache_gb
         self._cache_bytes = None if cache_gb is None else int(cache_gb * 1e9)
         self._cache = KVCache()
+        if device.type == "cpu" and not stays_loaded:  # a trainer beside it has memory of its own to care for
+            keep_freed_memory()
         self._pending: deque[_Pending] = deque()
         self._rows: list[_Row] = []  # row i of the cache belongs to row i here
         self._recorder: RouteRecorder | None = None
@@ -115,7 +118,7 @@ class NativeRollout(OwnModelRollout):
         room = self._max_batch - len(self._rows) - len(self._pending)
         if is_idle or room > 0:
             for ticket in inbox.take(max(1, room), _WAIT_S if is_idle else 0.0):
-                self._pending.append(_Pending(ticket, Ending(ticket.request.params, self._eos_ids, self._tokenizer)))
+                self._pending.append(_Pending(ticket, Ending(ticket.request.params, self.eos_ids, self._tokenizer)))
 
     def _break_off(self, inbox: Inbox) -> None:
         for index in reversed(range(len(self._rows))):
@@ -281,6 +284,8 @@ class NativeRollout(OwnModelRollout):
             AttentionMaskInterface.register(name, _no_mask)
             device, self._device = self._device, torch.device("cpu")  # where the model was loaded
             try:
+                if device.type == "cpu":
+                    use_onednn(model)
                 model.set_attn_implementation(name)
                 got = self._trial(ids)
                 difference = float((got - expected).abs().max())

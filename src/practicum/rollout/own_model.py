@@ -29,7 +29,7 @@ class OwnModelRollout(BaseRollout):
         self._device = device
         self._tokenizer = load_tokenizer(model_path)
         self._model = load_model(model_path, dtype).eval().requires_grad_(False)
-        self._eos_ids = eos_ids(self._model, self._tokenizer)
+        self.eos_ids = eos_ids(self._model, self._tokenizer)
         self._version = 0
         self._shared = False
         self._awake = False

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from practicum.replay.codec import route_dtype
+
 
 def find_routers(model: nn.Module) -> dict[int, nn.Module]:
     """By the index of their layer in the whole model; none in a dense model."""
@@ -24,10 +26,6 @@ def find_routers(model: nn.Module) -> dict[int, nn.Module]:
             if layer is not None and hasattr(module, "weight"):
                 routers[int(layer.group(1))] = module
     return dict(sorted(routers.items()))
-
-
-def route_dtype(num_experts: int) -> type[np.unsignedinteger[Any]]:
-    return np.uint8 if num_experts <= 256 else np.uint16
 
 
 class RouteRecorder:

@@ -6,6 +6,7 @@ PracticumError
 ├── ModelError         a model folder or hub name that cannot be loaded or trained
 ├── RewardError        a reward function that cannot be used, or too many samples that could not be graded
 ├── RolloutError       a request that an engine cannot answer, or an engine that cannot be used
+│   └── ConversationError  a conversation that no engine could go on with
 ├── RouterError        a router that cannot be started, asked or told as written
 ├── TrainingError      a loss or gradient that is no longer a number
 ├── CheckpointError    a run folder that cannot be written, resumed or read
@@ -47,6 +48,10 @@ class RewardError(PracticumError, ValueError):
 
 class RolloutError(PracticumError, ValueError):
     """Answers cannot be written: by this engine, to this request."""
+
+
+class ConversationError(RolloutError):
+    """What is said between the model's turns cannot be had, or leaves no room: any engine would stand there alike."""
 
 
 class RouterError(PracticumError, ValueError):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from practicum.data import pack
-from practicum.loop.metrics import StepReport, Stopwatch, rollout_metrics, update_metrics
+from practicum.loop.metrics import StepReport, Stopwatch, conversation_metrics, rollout_metrics, update_metrics
 from practicum.train import UpdateStats
 from practicum.types import Score, TrainingSample
 from tests.samples import make_sample
@@ -31,6 +31,13 @@ def test_what_tools_said_counts_for_nothing() -> None:
     assert all(np.isfinite(value) for value in metrics.values())
     learnt = pack([TrainingSample(talk, np.ones(4, np.float32))])
     assert learnt.rollout_log_probs.tolist() == sample.log_probs[said].tolist()
+
+
+def test_conversations_tell_how_long_they_are_and_how_often_their_tools_fail() -> None:
+    counts = {"conversations": 4, "turns": 10, "calls_ok": 6, "calls_raised": 1, "calls_timeout": 1}
+    metrics = conversation_metrics(counts)
+    assert metrics == {"agent/turns": 2.5, "agent/calls": 2.0, "agent/failed_calls_share": 0.25}
+    assert all(value == 0.0 for value in conversation_metrics({}).values())
 
 
 def test_parts_of_a_score_have_metrics_of_their_own() -> None:

@@ -24,6 +24,7 @@ class ScriptedEngine(BaseRollout):
 
     def __init__(self, tokenizer: Any, says: Callable[[str], str | None], *, pause_s: float = 0.0) -> None:
         self._tokenizer = tokenizer
+        self.eos_ids = [tokenizer.eos_token_id]
         self._says = says
         self._pause_s = pause_s
         self._version = 0
@@ -61,7 +62,7 @@ class ScriptedEngine(BaseRollout):
         said = self._says(self._tokenizer.decode(request.prompt_ids))
         letters = self._letters("12" * 999 if said is None else said)
         letters = letters if said is None else [*letters, self._tokenizer.eos_token_id]
-        ending = Ending(request.params, [self._tokenizer.eos_token_id], self._tokenizer)
+        ending = Ending(request.params, self.eos_ids, self._tokenizer)
         new: list[int] = []
         reason = None
         while reason is None:

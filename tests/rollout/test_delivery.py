@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from practicum.errors import RolloutError, WorkerDied
 from practicum.rollout.delivery import WeightDelivery
 from practicum.rollout.replica import RolloutReplica
-from practicum.weights import BOUNDS, Place, Ticket
+from practicum.weights import Place, Ticket
 from tests.rollout.writers import ModelWeights
 
 
@@ -48,7 +48,7 @@ def weights(tiny_model: Path) -> ModelWeights:
 
 def deliver(weights: ModelWeights, *replicas: Any) -> tuple[WeightDelivery, list[RolloutReplica]]:
     own = cast(list[RolloutReplica], list(replicas))
-    return WeightDelivery(weights, own, bound=BOUNDS["float32"], vocab_size=16), own
+    return WeightDelivery(weights, own, vocab_size=16), own
 
 
 def test_all_get_the_same_ticket_and_late_comers_too(weights: ModelWeights) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from practicum.config import AgentConfig
 from practicum.controller import FusedWorker, LocalWorkerGroup, RayClassWithInitArgs, Worker, WorkerContext
-from practicum.errors import RolloutError, TrainingError
+from practicum.errors import ConversationError, RolloutError, TrainingError
 from practicum.models import load_model
 from practicum.rollout.worker import Batch, RolloutWorker, Written
 from practicum.types import RolloutRequest, Sample
@@ -116,6 +116,14 @@ def test_spoilt_weights_are_no_matter_of_this_engine(worker: RolloutWorker, tiny
     worker.update_weights(1, weights.send(1)())
     with pytest.raises(TrainingError, match="no longer numbers"):
         worker.begin(batch(requests_of(2)), WAIT_S)
+
+
+def test_a_conversation_that_fails_is_no_matter_of_this_engine(tiny_model: Path) -> None:
+    worker = worker_of(tiny_model, agent=AgentConfig(environment="tests/rollout/agents.py:CannotReset"))
+    worker.resume()
+    with pytest.raises(ConversationError, match="no level of that name"):
+        worker.begin(batch(requests_of(2)), WAIT_S)
+    worker.close()
 
 
 def test_weights_come_by_a_channel_and_are_the_trainers(worker: RolloutWorker, tiny_model: Path) -> None:

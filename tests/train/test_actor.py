@@ -24,12 +24,13 @@ from practicum.errors import RolloutError, TrainingError, WorkerError
 from practicum.models import DTYPES, load_model, load_tokenizer
 from practicum.train import ActorSettings, ActorWorker, MiniBatch, UpdateStats
 from practicum.types import TrainingSample
-from practicum.weights import BOUNDS, ChannelSettings, Fingerprint, WeightReceiver, choose
-from practicum.weights.fingerprint import bound_of, make_sequences, measure
+from practicum.weights import TIGHTEST, Bound, ChannelSettings, Fingerprint, WeightReceiver, choose
+from practicum.weights.fingerprint import make_sequences, measure
 from tests.samples import make_training_sample
 from tests.train.test_model import tiny
 from tests.weights.families import save_family
 
+BOUNDS = {"float32": TIGHTEST, "bfloat16": Bound(mean=0.05, largest=0.5)}
 SAMPLES = [make_training_sample(2 + i % 3, 1 + i % 7, advantage=(-1.0) ** i * (0.5 + i % 2), seed=i) for i in range(13)]
 
 
@@ -212,7 +213,7 @@ def alone(model: Any, sequences: Sequence[Any]) -> list[np.ndarray]:
 def test_weights_are_sent_in_the_engines_dtype_and_log_probs_prove_them(dtype: str, tiny_model: Path) -> None:
     changes = {"temperature": 0.7, "compute_dtype": dtype}  # the temperature is for samples only
     group = LocalWorkerGroup(RayClassWithInitArgs(ActorWorker, settings(tiny_model, **changes)), name="actor")
-    fingerprint = Fingerprint(18, bound_of(dtype))
+    fingerprint = Fingerprint(18, BOUNDS[dtype])
     try:
         group.map(ActorWorker.update, mini_batches(SAMPLES, 1, 200))
         (expected,) = group.execute_all(ActorWorker.log_probs, fingerprint.sequences)

@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from practicum.errors import RolloutError
 from practicum.models import load_model, load_tokenizer
 from practicum.rollout.hf import HFRollout
-from practicum.weights import BOUNDS, Bound, CheckedEngine, Fingerprint, WeightUpdate
-from practicum.weights.fingerprint import bound_of, make_sequences, measure
+from practicum.weights import TIGHTEST, Bound, CheckedEngine, Fingerprint, WeightUpdate
+from practicum.weights.fingerprint import make_sequences, measure
 from tests.weights.families import save_family
+
+BOUNDS = {"float32": TIGHTEST, "bfloat16": Bound(mean=0.05, largest=0.5)}
 
 
 def told(model: Any, sequences: Sequence[NDArray[np.int32]], attention: str = "sdpa") -> list[NDArray[np.float32]]:
@@ -35,11 +37,6 @@ def test_sequences_are_the_same_for_everybody() -> None:
     assert any((a != b).any() for a, b in zip(first, make_sequences(50, seed=1), strict=True))
 
 
-def test_the_coarser_dtype_decides() -> None:
-    assert bound_of("float32", "float32") == BOUNDS["float32"]
-    assert bound_of("float32", "bfloat16") == bound_of("bfloat16", "float32") == BOUNDS["bfloat16"]
-
-
 def test_a_gap_says_where_the_largest_is() -> None:
     expected = [np.array([-1.0, -3.0], np.float32), np.array([-2.0, -4.0, -1.0], np.float32)]
     found = [own.copy() for own in expected]
@@ -53,7 +50,7 @@ def test_a_gap_says_where_the_largest_is() -> None:
 
 @pytest.mark.parametrize("spoil", [lambda own: own[:-1], lambda own: own * np.nan])
 def test_what_cannot_be_compared_is_an_error(spoil: Any) -> None:
-    fingerprint = Fingerprint(50, BOUNDS["float32"])
+    fingerprint = Fingerprint(50)
     expected = [np.linspace(-5, -1, len(ids) - 1, dtype=np.float32) for ids in fingerprint.sequences]
     fingerprint.compare("one", 1, expected, expected)
     with pytest.raises(RolloutError, match="weights of version 1: it told log-probs of other lengths"):
@@ -66,7 +63,7 @@ def test_rounding_passes_and_misplaced_weights_do_not(family: str, dtype: str, t
     folder = str(save_family(family, tmp_path))
     torch_dtype = getattr(torch, dtype)
     trainer, engine = load_model(folder, torch_dtype).eval(), load_model(folder, torch_dtype).eval()
-    fingerprint = Fingerprint(18, bound_of(dtype))
+    fingerprint = Fingerprint(18, BOUNDS[dtype])
     expected = told(trainer, fingerprint.sequences, "eager")
     gap = fingerprint.calibrate("one", 0, expected, told(engine, fingerprint.sequences))
     assert gap.is_within(BOUNDS[dtype])
@@ -97,7 +94,7 @@ def test_an_engine_serves_only_with_weights_that_were_checked(tiny_model: Path) 
     model = load_model(str(tiny_model)).eval()
     engine = HFRollout(str(tiny_model), device=torch.device("cpu"), dtype=torch.float32, max_batch=4)
     engine.resume()
-    fingerprint = Fingerprint(len(load_tokenizer(str(tiny_model))), Bound(1e-4, 1e-3))
+    fingerprint = Fingerprint(len(load_tokenizer(str(tiny_model))))
     checked = CheckedEngine("one", fingerprint, engine.log_probs)
     with pytest.raises(RolloutError, match="engine 'one' must not write"):
         checked.version()

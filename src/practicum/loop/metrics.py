@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -75,6 +75,17 @@ def rollout_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> dict[
         "reward/failed_share": 1 - len(values) / len(scores),
         "rollout/answer_tokens": float(np.mean(lengths)),
         "rollout/cut_off_share": float(np.mean([sample.finish_reason == "length" for sample in samples])),
+    }
+
+
+def conversation_metrics(counts: Mapping[str, int]) -> dict[str, float]:
+    """Of what tools and environments did between the model's turns."""
+    calls = {name: num for name, num in counts.items() if name.startswith("calls_")}
+    failed = sum(num for name, num in calls.items() if name != "calls_ok")
+    return {
+        "agent/turns": counts.get("turns", 0) / max(1, counts.get("conversations", 0)),
+        "agent/calls": sum(calls.values()) / max(1, counts.get("conversations", 0)),
+        "agent/failed_calls_share": failed / max(1, sum(calls.values())),
     }
 
 

@@ -26,7 +26,7 @@ from practicum.config import Config
 from practicum.controller import open_controller
 from practicum.data import ShuffledStream, plan_micro_batches, read_prompts
 from practicum.errors import ConfigError, DataError, RewardError
-from practicum.loop.metrics import StepReport, Stopwatch, rollout_metrics, update_metrics
+from practicum.loop.metrics import StepReport, Stopwatch, conversation_metrics, rollout_metrics, update_metrics
 from practicum.loop.run_folder import RunFolder, RunState
 from practicum.loop.trackers import open_trackers
 from practicum.loop.writers import open_learners
@@ -121,6 +121,8 @@ class Trainer:
         metrics |= {"reward/groups_with_signal": signal}
         if self._rollout.num_restarts:  # not the same in a run that was resumed, so it stands beside the times
             metrics |= {"time/replica_restarts": float(self._rollout.num_restarts)}
+        if self.config.rollout.agent.is_set:
+            metrics |= conversation_metrics(self._rollout.take_counts())
         metrics |= watch.metrics(sum(int(sample.loss_mask.sum()) for sample in samples))
         if self._validation_prompts and self._due(number, self.config.validation.every):
             metrics |= self._validate(number, watch)
@@ -184,6 +186,8 @@ class Trainer:
             with self._reward.round() as grading:
                 samples, order = self._written(requests, grading)
                 scores = grading.result().in_places(order).scores
+        if self.config.rollout.agent.is_set:
+            self._rollout.take_counts()  # a step's are those of its training alone
         self._folder.write_validation(number, samples, scores)
         values = [score.value for score in scores if score.value is not None]
         return {

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from practicum.controller import side_by_side
 from practicum.errors import PracticumError, RolloutError
 from practicum.rollout.replica import RolloutReplica
-from practicum.weights import Bound, CheckedEngine, Fingerprint
+from practicum.weights import CheckedEngine, Fingerprint
 from practicum.weights import Ticket as WeightTicket
 
 log = logging.getLogger("practicum.rollout")
@@ -39,15 +39,11 @@ class WeightsOfTrainer(Protocol):
 class WeightDelivery:
     """Not for two threads at a time. `vocab_size` counts the tokens that all know; fingerprints are made of them."""
 
-    def __init__(
-        self, weights: WeightsOfTrainer, replicas: Sequence[RolloutReplica], *, bound: Bound, vocab_size: int
-    ) -> None:
+    def __init__(self, weights: WeightsOfTrainer, replicas: Sequence[RolloutReplica], *, vocab_size: int) -> None:
         """Trainer and replicas have just read the same files: how far apart they are now is no fault of any channel."""
         self._weights = weights
         self._ticket: WeightTicket | None = None  # good for those who come later too
-        self._checks = {
-            own.number: CheckedEngine(own.name, Fingerprint(vocab_size, bound), own.log_probs) for own in replicas
-        }
+        self._checks = {own.number: CheckedEngine(own.name, Fingerprint(vocab_size), own.log_probs) for own in replicas}
         self._sequences = next(iter(self._checks.values())).fingerprint.sequences
         self._expected = weights.log_probs(self._sequences)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,7 +21,7 @@ from types import TracebackType
 from typing import Self
 
 from practicum.controller import side_by_side
-from practicum.errors import PracticumError, RolloutError
+from practicum.errors import PracticumError, RolloutError, WorkerError
 from practicum.rollout.delivery import WeightDelivery
 from practicum.rollout.replica import RolloutReplica
 from practicum.rollout.writing import Answer, ExpectedLengths, HandingOut, WritingRound
@@ -107,6 +108,17 @@ class RolloutManager:
         if not self.well():
             self._wait_for_returning()
             self._check_hope()
+
+    def take_counts(self) -> Counter[str]:
+        """Conversations, turns, and calls of tools by what came of them, since the last time. Not while they write."""
+        counts = Counter[str]()
+        for replica in self.well():
+            try:
+                for own in replica.take_counts():
+                    counts.update(own)
+            except WorkerError as error:  # the next round finds out whether it can go on
+                log.warning("%s does not tell what its tools did: %s", replica.name, error.message)
+        return counts
 
     def close(self) -> None:
         """End the replicas that are not the trainer's. Closing twice does nothing."""

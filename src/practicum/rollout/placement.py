@@ -30,7 +30,7 @@ from practicum.rollout.manager import RolloutManager
 from practicum.rollout.replica import RolloutReplica
 from practicum.rollout.worker import RolloutWorker
 from practicum.rollout.writing import HandingOut
-from practicum.weights import BOUNDS, Place
+from practicum.weights import Place
 
 # What waits at a lane beyond what its engine writes at a time, as a share of that. `hf` begins a batch only when the
 # one before is done: another whole one has to be there by then.
@@ -86,7 +86,7 @@ def open_replicas(
             vocab_size = min(
                 len(load_tokenizer(engine.model_path)), load_config(engine.model_path).get_text_config().vocab_size
             )
-            delivery = WeightDelivery(weights, replicas, bound=BOUNDS[engine.dtype], vocab_size=vocab_size)
+            delivery = WeightDelivery(weights, replicas, vocab_size=vocab_size)
             rules = HandingOut(window(config), settings.call_timeout_s)
             manager = RolloutManager(replicas, rules, delivery=delivery, sleeps=config.placement == "colocated")
         yield stack.enter_context(manager)

@@ -89,6 +89,10 @@ class RolloutReplica:
         group = self._group.with_timeout(wait_s + _ANSWER_S)
         return group.execute_rank_async(lane, RolloutWorker.collect, wait_s)
 
+    def take_counts(self) -> list[dict[str, int]]:
+        """Of each worker: see `RolloutWorker.take_counts`."""
+        return self._group.with_timeout(_ANSWER_S).execute_all(RolloutWorker.take_counts)
+
     def abort(self) -> None:
         """Break off what is left of the round."""
         self._group.with_timeout(2 * _ANSWER_S).execute_all(RolloutWorker.abort)

@@ -161,6 +161,8 @@ class EngineRunner:
 
     def _written(self, error: Exception | None) -> None:
         with self._news:
+            if self._inbox is not None and not self._is_closed:
+                self._take_back(self._inbox)  # what was never begun has not failed
             left = {id(order): order for order in self._orders.values()}
             self._orders.clear()
             self._inbox = None

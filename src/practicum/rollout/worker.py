@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from practicum.config import AgentConfig
 from practicum.controller import Worker
-from practicum.errors import RolloutError, TrainingError
+from practicum.errors import ConversationError, RolloutError, TrainingError
 from practicum.models import load_tokenizer
 from practicum.rollout.agent.driver import ConversationDriver
 from practicum.rollout.engines import ENGINES, EngineSettings, make_engine
@@ -164,14 +164,17 @@ class RolloutWorker(Worker):
             linger_s = min(_LINGER_S, deadline - time.monotonic())
             self._news.wait_for(lambda: not self._num_left or self._failure, max(0.0, linger_s))
             finished, self._finished = self._finished, []
-            failure = ""
+            number, error = self._round, None
             if self._failure is not None and not finished:
-                error, self._failure, self._num_left = self._failure, None, 0
-                if isinstance(error, TrainingError):  # of the weights, not of this engine: nobody could do better
-                    raise error
-                failure = f"{type(error).__name__}: {error}"
+                error, self._failure, self._num_left, self._round = self._failure, None, 0, -1
             places, answers, samples = zip(*finished, strict=True) if finished else ((), (), ())
-            return Written(self._round, places, answers, samples, self._num_left, failure)
+            num_left = self._num_left
+        if error is not None:
+            self._desk.abort()  # what it had not begun
+        if isinstance(error, TrainingError | ConversationError):  # not of this engine: nobody could do better
+            raise error
+        failure = "" if error is None else f"{type(error).__name__}: {error}"
+        return Written(number, places, answers, samples, num_left, failure)
 
     def abort(self) -> None:
         """Break off what is left of the round; its answers are not wanted any more."""
@@ -182,6 +185,10 @@ class RolloutWorker(Worker):
             self._num_left, self._failure = 0, None
         if not ended:
             raise TimeoutError(f"the engine did not break off {num_left} answers within {_ABORT_S:g} s")
+
+    def take_counts(self) -> dict[str, int]:
+        """Of conversations, since the last time; none where the model talks with nobody."""
+        return self._desk.take_counts() if isinstance(self._desk, ConversationDriver) else {}
 
     # Weights, sleep
 

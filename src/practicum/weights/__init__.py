@@ -2,12 +2,12 @@
 
 from practicum.weights.channel import ChannelSettings, Sender, Ticket, channel_timeout_s
 from practicum.weights.channels import CHANNELS, Place, WeightReceiver, choose, open_sender
-from practicum.weights.fingerprint import BOUNDS, Bound, CheckedEngine, Fingerprint
+from practicum.weights.fingerprint import TIGHTEST, Bound, CheckedEngine, Fingerprint
 from practicum.weights.update import WeightSource, WeightUpdate
 
 __all__ = [
-    "BOUNDS",
     "CHANNELS",
+    "TIGHTEST",
     "Bound",
     "ChannelSettings",
     "CheckedEngine",

@@ -35,10 +35,7 @@ class Bound:
     largest: float
 
 
-BOUNDS: dict[str, Bound] = {
-    "float32": Bound(mean=1e-4, largest=1e-3),
-    "bfloat16": Bound(mean=0.05, largest=0.5),
-}
+TIGHTEST = Bound(mean=1e-4, largest=1e-3)  # for any pair
 _HOPELESS = Bound(mean=0.25, largest=5.0)  # no rounding explains more
 _MARGIN = 5.0  # over what was measured when both had the same files
 _LEAST_SPREAD = 0.1
@@ -59,11 +56,6 @@ class Gap:
         return self.mean <= bound.mean and self.largest <= bound.largest
 
 
-def bound_of(*dtypes: str) -> Bound:
-    """For a trainer and an engine that compute in these: the coarser one decides."""
-    return max((BOUNDS[dtype] for dtype in dtypes), key=lambda bound: bound.mean)
-
-
 def make_sequences(vocab_size: int, seed: int = 0) -> list[NDArray[np.int32]]:
     """A few short ones of different lengths, the same for everybody who asks with the same numbers."""
     random = np.random.default_rng(seed)
@@ -71,9 +63,9 @@ def make_sequences(vocab_size: int, seed: int = 0) -> list[NDArray[np.int32]]:
 
 
 class Fingerprint:
-    """`vocab_size` counts tokens that every engine accepts: those of the tokenizer."""
+    """`vocab_size` counts tokens that every engine accepts: those of the tokenizer. The bound is set by `calibrate`."""
 
-    def __init__(self, vocab_size: int, bound: Bound, seed: int = 0) -> None:
+    def __init__(self, vocab_size: int, bound: Bound = TIGHTEST, seed: int = 0) -> None:
         self.sequences = make_sequences(vocab_size, seed)
         self.bound = bound
 
@@ -85,8 +77,7 @@ class Fingerprint:
         """Sets the bound by what is measured while both have loaded the same files and nothing has travelled yet: so
         a pair that agrees closely is held to it, and one that rounds coarsely is not suspected for it."""
         gap = self._within(_HOPELESS, engine, version, expected, found)
-        least = BOUNDS["float32"]
-        self.bound = Bound(max(least.mean, _MARGIN * gap.mean), max(least.largest, _MARGIN * gap.largest))
+        self.bound = Bound(max(TIGHTEST.mean, _MARGIN * gap.mean), max(TIGHTEST.largest, _MARGIN * gap.largest))
         return gap
 
     def _within(self, bound: Bound, engine: str, version: int, expected: LogProbs, found: LogProbs) -> Gap:

@@ -53,6 +53,7 @@ def converse(words: list[str], limits: TurnLimits, most: int = 500, first_answer
             talk=Echo(),
             template=TurnTemplate(TOKENIZER),
             tokenizer=TOKENIZER,
+            eos_ids=[END],
             limits=limits,
             begin=begin,
         )

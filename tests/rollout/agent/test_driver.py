@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from practicum.config import AgentConfig
-from practicum.errors import RolloutError
+from practicum.errors import ConversationError, RolloutError
 from practicum.models import encode_prompts
 from practicum.rollout.agent.driver import ConversationDriver
 from practicum.rollout.hf import HFRollout
@@ -255,7 +255,8 @@ def test_an_environment_that_cannot_begin_fails_its_own_requests(tokenizer: Any,
     with table(tokenizer, environment(name), lambda text: "x") as t:
         asked = t.ask(params=SamplingParams(9, num_answers=3), answer=1)
         assert asked.wait() == []
-        assert len(asked.failures) == 1 and why in str(asked.failures[0]) and "prompt go" in str(asked.failures[0])
+        (failure,) = asked.failures
+        assert isinstance(failure, ConversationError) and why in str(failure) and "prompt go" in str(failure)
         assert t.driver.num_running == 0 or wait_until(lambda: t.driver.num_running == 0)
 
 
@@ -313,7 +314,9 @@ def test_an_engine_that_fails_is_told_once_and_the_next_request_is_answered(toke
     with table(tokenizer, tools("add"), counts_up(to=1)) as t:
         t.engine.fails = True
         asked = t.ask(params=SamplingParams(500, num_answers=3))
-        assert asked.wait() == [] and [str(error) for error in asked.failures] == ["the engine is on fire"]
+        assert asked.wait() == [] and [repr(error) for error in asked.failures] == [
+            "RuntimeError('the engine is on fire')"
+        ]
         t.engine.fails = False
         assert len(t.ask(params=SamplingParams(500, num_answers=3)).wait()) == 3
 

@@ -15,6 +15,7 @@ from practicum.errors import RolloutError
 from practicum.models import load_tokenizer
 from practicum.rollout.inbox import Inbox, Ticket
 from practicum.rollout.remote.openai import OpenAIRollout
+from practicum.rollout.runner import EngineRunner, Order
 from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams
 from tests.rollout.fake_completions import EOS, FakeServer, log_softmax
 
@@ -235,6 +236,46 @@ def test_a_refusal_is_not_tried_again(start: Any) -> None:
         with pytest.raises(RolloutError, match="made up 400"):
             engine.generate([ask(SamplingParams(3))])
         assert len(server.requests) == 1
+
+
+def test_what_is_under_way_beside_a_failure_is_finished_first(start: Any) -> None:
+    server = FakeServer()
+    told: list[str] = []
+    with start(server) as engine:
+        server.faults = ["400"]
+        inbox = Inbox()
+        for name in "abc":
+            request = replace(ask(SamplingParams(20, ignore_eos=True)), prompt=Prompt(name, text="?"))
+            inbox.put(Ticket(request, lambda number, sample: told.append(sample.prompt.id)))
+        inbox.close()
+        with pytest.raises(RolloutError, match=r"prompt (a|b|c): .*made up 400"):
+            engine.write(inbox)
+    assert len(told) == 2 and len(server.requests) == 3
+
+
+def test_what_was_not_begun_before_a_failure_is_written_after_it(start: Any) -> None:
+    server = FakeServer()
+    told: list[str] = []
+    failed: list[str] = []
+    with start(server, max_batch=1) as engine:
+        server.faults = ["400"]
+        runner = EngineRunner(engine)
+        over = threading.Semaphore(0)
+        for name in "abc":
+            request = replace(ask(SamplingParams(5, ignore_eos=True)), prompt=Prompt(name, text="?"))
+
+            def on_sample(number: int, sample: Sample) -> None:
+                told.append(sample.prompt.id)
+                over.release()
+
+            def on_failure(error: Exception, name: str = name) -> None:
+                failed.append(name)
+                over.release()
+
+            runner.submit(Order(request, on_sample, on_failure))
+        assert all(over.acquire(timeout=30) for _ in "abc")
+        runner.close()
+    assert failed == ["a"] and told == ["b", "c"]
 
 
 def test_an_answer_that_ends_without_its_last_token_is_refused(start: Any, tokenizer: Any) -> None:

@@ -37,6 +37,10 @@ class TurnLimits:
         return room if self.max_turn_tokens is None else min(room, self.max_turn_tokens)
 
 
+class EngineFailed(Exception):
+    """A turn could not be written, for the reason that is its cause."""
+
+
 class Conversation:
     """One answer to a request. `begin` gives a turn to the engine; `first`, where given, is the first one under way.
 
@@ -50,6 +54,7 @@ class Conversation:
         talk: Talk,
         template: TurnTemplate,
         tokenizer: Any,
+        eos_ids: Sequence[int],
         limits: TurnLimits,
         begin: Callable[[RolloutRequest], Writing],
         first: tuple[Writing, Awaitable[Sample]] | None = None,
@@ -60,6 +65,7 @@ class Conversation:
         self._talk = talk
         self._template = template
         self._tokenizer = tokenizer
+        self._eos_ids = eos_ids
         self._limits = limits
         self._begin = begin
         self._first = first
@@ -132,6 +138,8 @@ class Conversation:
             first = self._writing, self._writing.answers[0]
         try:
             return await first[1]
+        except Exception as error:
+            raise EngineFailed from error
         finally:
             self._writing = None
 
@@ -176,7 +184,7 @@ class Conversation:
 
     def _is_whole(self, turn: Sample) -> bool:
         """Whether it had been finished, and only the reply was missing."""
-        ending = Ending(self._request.params, [self._tokenizer.eos_token_id], self._tokenizer)
+        ending = Ending(self._request.params, self._eos_ids, self._tokenizer)
         return ending.of(int(turn.token_ids[-1]), len(turn.token_ids), turn.token_ids.tolist()) == "stop"
 
     def _text(self, turn: Sample) -> str:

@@ -10,6 +10,7 @@ The first turn of all answers to a prompt is one request, so that an engine can 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import Counter
@@ -19,9 +20,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from practicum.config import AgentConfig
-from practicum.errors import RolloutError
+from practicum.errors import ConversationError, RolloutError
+from practicum.processes import JobFailed
 from practicum.rollout.agent.async_engine import AsyncEngine, Writing
-from practicum.rollout.agent.conversation import Conversation, TurnLimits
+from practicum.rollout.agent.conversation import Conversation, EngineFailed, TurnLimits
 from practicum.rollout.agent.partners import Partner, partner_of
 from practicum.rollout.agent.turns import TurnTemplate
 from practicum.rollout.base import BaseRollout
@@ -30,6 +32,7 @@ from practicum.rollout.tokenizer import check_tokenizer
 from practicum.types import RolloutRequest
 
 T = TypeVar("T")
+log = logging.getLogger("practicum.rollout")
 _START_S = 300.0
 _STOP_S = 30.0
 
@@ -73,6 +76,7 @@ class ConversationDriver:
             self._stop_loop()
             raise
         self._template = TurnTemplate(tokenizer, self._partner.schemas)
+        self._eos_ids = runner.engine.eos_ids
         self._engine = AsyncEngine(runner)
 
     @property
@@ -222,6 +226,7 @@ class ConversationDriver:
             talk=self._partner.talk(),
             template=self._template,
             tokenizer=self._tokenizer,
+            eos_ids=self._eos_ids,
             limits=self._limits,
             begin=lambda turn: self._engine.begin(turn, told and (lambda _, ids, probs: told(answer, ids, probs))),
             first=None if first is None else (first, first.answers[answer]),
@@ -235,8 +240,16 @@ class ConversationDriver:
             self._counts["turns"] += conversation.num_turns
             if not running.has_failed:
                 running.order.on_sample(answer, sample)
-        except Exception as error:  # of the engine or ours: who asked is told, the others go on
-            self._fail(running, error)
+        except EngineFailed as failure:
+            assert isinstance(failure.__cause__, Exception)
+            self._fail(running, failure.__cause__)
+        except RolloutError as error:
+            is_ours = isinstance(error.__cause__, JobFailed) and error.__cause__.kind == "lost"
+            self._fail(running, error if is_ours else ConversationError(str(error)))
+        except Exception as error:  # ours, or of a chat template: who asked is told, the others go on
+            log.exception("a conversation failed")
+            what = f"prompt {running.order.request.prompt.id}: its conversation failed: {type(error).__name__}: {error}"
+            self._fail(running, ConversationError(what))
 
     def _fail(self, running: _Running, error: Exception) -> None:
         """Once for each order; what is left of it is broken off and not told."""

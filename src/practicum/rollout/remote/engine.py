@@ -109,7 +109,7 @@ class RemoteRollout(BaseRollout):
         self, *, tokenizer: Any, eos_ids: Sequence[int], max_batch: int, timeout_s: float, api_key: str | None = None
     ) -> None:
         self._tokenizer = tokenizer
-        self._eos_ids = list(eos_ids)
+        self.eos_ids = list(eos_ids)
         self._max_batch = max_batch
         self._thread = LoopThread("practicum-completions")
         self._client = CompletionsClient(api_key=api_key, timeout_s=timeout_s)
@@ -149,10 +149,12 @@ class RemoteRollout(BaseRollout):
         assert self._awake, "generate before resume"
         news: queue.SimpleQueue[_News] = queue.SimpleQueue()
         jobs: dict[Ticket, Job] = {}
+        failure: Exception | None = None
         try:
             while jobs or not inbox.is_over:
                 num_open = sum(ticket.num_open for ticket in jobs)
-                for ticket in inbox.take(max(0, self._max_batch - num_open), 0.0 if jobs else _WAIT_S):
+                room = 0 if failure else max(0, self._max_batch - num_open)
+                for ticket in inbox.take(room, 0.0 if jobs else _WAIT_S):
                     if ticket.is_cancelled or inbox.is_aborted:
                         for number in range(ticket.request.params.num_answers):
                             ticket.done(number, untouched(ticket.request))
@@ -162,7 +164,9 @@ class RemoteRollout(BaseRollout):
                     if (ticket.is_cancelled or inbox.is_aborted) and not job.is_broken_off:
                         job.is_broken_off = True
                         self._thread.loop.call_soon_threadsafe(job.break_off)
-                self._hear(news, jobs)
+                failure = self._hear(news, jobs) or failure
+                if failure and not jobs:  # what was under way beside it has been finished
+                    raise failure
         finally:
             for job in jobs.values():
                 self._thread.loop.call_soon_threadsafe(job.break_off)
@@ -173,22 +177,23 @@ class RemoteRollout(BaseRollout):
         return self._dialect
 
     def _begin(self, ticket: Ticket, news: queue.SimpleQueue[_News]) -> Job:
-        job = Job(ticket, Ending(ticket.request.params, self._eos_ids, self._tokenizer), news)
+        job = Job(ticket, Ending(ticket.request.params, self.eos_ids, self._tokenizer), news)
         self._thread.loop.call_soon_threadsafe(lambda: job.start(self._work(job)))
         return job
 
-    def _hear(self, news: queue.SimpleQueue[_News], jobs: dict[Ticket, Job]) -> None:
-        """Tell the tickets what there is to tell, and wait a little where there is nothing."""
+    def _hear(self, news: queue.SimpleQueue[_News], jobs: dict[Ticket, Job]) -> Exception | None:
+        """Tell the tickets what there is to tell, and wait a little where there is nothing. What a job failed with."""
+        failure: Exception | None = None
         wait_s = _TICK_S if jobs else 0.0
         while True:
             try:
                 item = news.get(timeout=wait_s) if wait_s else news.get_nowait()
             except queue.Empty:
-                return
+                return failure
             wait_s = 0.0
             ticket = item.job.ticket
-            if item.error is not None:
-                raise self._error(ticket.request, item.error)
+            if item.error is not None and jobs.pop(ticket, None) is not None:  # else all its answers are there
+                failure = failure or self._error(ticket.request, item.error)
             if item.tokens is not None:
                 assert ticket.on_tokens is not None
                 ticket.on_tokens(*item.tokens)
@@ -254,7 +259,7 @@ class RemoteRollout(BaseRollout):
     async def _once(self, job: Job, answers: list[Answer]) -> None:
         server = self._address()
         request, first = job.ticket.request, answers[0].number
-        body = self._known.body(request, first, len(answers), job.prompt, self._eos_ids)
+        body = self._known.body(request, first, len(answers), job.prompt, self.eos_ids)
         if self._reads_routes:  # servers tell them with whole answers only
             self._take(job, answers, await self._client.call(server, "POST", "/v1/completions", body), server)
         else:

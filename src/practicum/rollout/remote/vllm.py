@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,6 @@ from practicum.types import RoutedExperts
 from practicum.weights import WeightUpdate
 
 _MODULE = "practicum_vllm_worker"
-_MODEL = "model"  # what the server calls it
 _LOOK_S = 60.0
 _POLL_S = 0.25
 _HEALTH_S = 5.0
@@ -83,9 +83,10 @@ class VllmRollout(RemoteRollout):
         self._folder = Path(tempfile.mkdtemp(prefix="practicum-vllm-"))
         shutil.copyfile(vllm_worker.__file__, self._folder / f"{_MODULE}.py")
         self._url = f"http://127.0.0.1:{_free_port()}"
+        self._model = f"practicum-{uuid.uuid4().hex}"  # a server that others start at this address knows no such one
         settings = {
             "model": self._path,
-            "served_model_name": _MODEL,
+            "served_model_name": self._model,
             "host": "127.0.0.1",
             "port": int(self._url.rsplit(":", 1)[1]),
             "dtype": str(dtype).removeprefix("torch."),
@@ -98,7 +99,7 @@ class VllmRollout(RemoteRollout):
         if self._can_sleep:
             settings["enable_sleep_mode"] = True
             if cache_gb is not None:
-                settings["kv_cache_memory_bytes"] = int(cache_gb * 2**30)
+                settings["kv_cache_memory_bytes"] = int(cache_gb * 1e9)
         if keep_routes:
             settings["enable_return_routed_experts"] = True
         command = [self._python, "-m", "vllm.entrypoints.openai.api_server", *arguments(settings | dict(options or {}))]
@@ -179,7 +180,7 @@ class VllmRollout(RemoteRollout):
 
     def _shake_hands(self) -> Dialect:
         try:
-            return self._thread.run(shake_hands(self._client, self._url, _MODEL, self._tokenizer))
+            return self._thread.run(shake_hands(self._client, self._url, self._model, self._tokenizer))
         except RolloutError as error:
             raise RolloutError(f"{error} The end of what vLLM said:\n{self._server.last_words}") from error
 

@@ -20,7 +20,7 @@ demo: setup
 	$(BIN)/practicum demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ PracticumError
 ├── RolloutError       a request that an engine cannot answer, or an engine that cannot be used
 │   └── ConversationError  a conversation that no engine could go on with
 ├── RouterError        a router that cannot be started, asked or told as written
+├── ReplayError        experts that cannot be recorded or replayed, or a recording that cannot be read or written
 ├── TrainingError      a loss or gradient that is no longer a number
 ├── CheckpointError    a run folder that cannot be written, resumed or read
 ├── ResourceError      more processes or accelerators asked for than the machine or cluster has
@@ -52,6 +53,10 @@ class RolloutError(PracticumError, ValueError):
 
 class ConversationError(RolloutError):
     """What is said between the model's turns cannot be had, or leaves no room: any engine would stand there alike."""
+
+
+class ReplayError(PracticumError, ValueError):
+    """Routed experts cannot be recorded or replayed: for this model, from this file."""
 
 
 class RouterError(PracticumError, ValueError):

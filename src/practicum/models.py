@@ -106,11 +106,17 @@ def count_weights(config: Any, *, classifier: bool) -> int:
 
 def weight_shapes(config: Any, *, classifier: bool = False) -> dict[str, torch.Size]:
     """By name, of the parameters of the model a config describes. Nothing is loaded or allocated."""
+    model = empty_model(config, classifier=classifier)
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def empty_model(config: Any, *, classifier: bool = False) -> Any:
+    """The modules of the model a config describes, without memory for their weights."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     kind = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     with torch.device("meta"):
-        return {name: parameter.shape for name, parameter in kind.from_config(config).named_parameters()}
+        return kind.from_config(config)
 
 
 def _with_weights(kind: Any, path: str, config: Any, dtype: torch.dtype) -> Any:

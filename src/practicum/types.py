@@ -71,18 +71,45 @@ class SamplingParams:
             raise ValueError("an empty text in stop would end every answer at once")
 
 
+def route_dtype(num_experts: int) -> type[np.unsignedinteger[Any]]:
+    """What the numbers of so many experts are written in."""
+    return np.uint8 if num_experts <= 256 else np.uint16
+
+
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
-    """Which experts each token of a sequence was sent to, in every layer that routes."""
+    """Which experts each token of a sequence was sent to, in every layer that routes.
+
+    The experts of a row stand in ascending order: their shares are no part of a record.
+    """
 
     experts: NDArray[np.unsignedinteger[Any]]  # [tokens, layers, k]
     layers: NDArray[np.int32]  # [layers], their indices in the whole model
     known: NDArray[np.bool_]  # [tokens], False where nothing was recorded: what `experts` holds there means nothing
+    num_experts: int  # of each layer
 
     def __post_init__(self) -> None:
-        tokens, layers, _ = self.experts.shape
+        tokens, layers, k = self.experts.shape
         if tokens != len(self.known) or layers != len(self.layers):
             raise ValueError(f"routed experts of shape {self.experts.shape} for {len(self.known)} tokens")
+        if not 1 <= k <= self.num_experts or self.experts.dtype != route_dtype(self.num_experts):
+            raise ValueError(f"{k} of {self.num_experts} experts, written in {self.experts.dtype}")
+
+    def __len__(self) -> int:
+        return len(self.known)
+
+    def __getitem__(self, tokens: slice) -> RoutedExperts:
+        return RoutedExperts(self.experts[tokens], self.layers, self.known[tokens], self.num_experts)
+
+    @classmethod
+    def joined(cls, parts: Sequence[RoutedExperts]) -> RoutedExperts:
+        """Those of several sequences, or of the parts of one, end to end; at least one."""
+        first = parts[0]
+        for part in parts:
+            if part.num_experts != first.num_experts or not np.array_equal(part.layers, first.layers):
+                raise ValueError("routed experts of different models cannot be joined")
+        experts = np.concatenate([part.experts for part in parts])
+        return cls(experts, first.layers, np.concatenate([part.known for part in parts]), first.num_experts)
 
     def padded(self, num_tokens: int) -> RoutedExperts:
         """With rows for further tokens, of which nothing is known."""
@@ -90,14 +117,36 @@ class RoutedExperts:
         if more <= 0:
             return self
         experts = np.pad(self.experts, ((0, more), (0, 0), (0, 0)))
-        return RoutedExperts(experts, self.layers, np.pad(self.known, (0, more)))
+        return RoutedExperts(experts, self.layers, np.pad(self.known, (0, more)), self.num_experts)
 
     def grown(self, after: RoutedExperts) -> RoutedExperts:
         """Of a sequence that has grown: a token keeps the experts it had when it was first seen, which wrote the next
         one; the engine may have seen it again since."""
         before = self.padded(len(after.known))
         experts = np.where(before.known[:, None, None], before.experts, after.experts)
-        return RoutedExperts(experts, self.layers, before.known | after.known)
+        return RoutedExperts(experts, self.layers, before.known | after.known, self.num_experts)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.experts.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class CodedRoutes:
+    """`RoutedExperts` as they travel between processes; `practicum.replay` codes and reads them."""
+
+    code: NDArray[np.uint8]
+    layers: NDArray[np.int32]
+    known: NDArray[np.bool_]  # [tokens]
+    num_experts: int
+    k: int
+
+    def __len__(self) -> int:
+        return len(self.known)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.code.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +164,7 @@ class Sample:
     versions: NDArray[np.int32]  # [answer], weight version each token was written with; -1 where none was
     text: str
     finish_reason: FinishReason
-    routes: RoutedExperts | None = None  # of prompt and answer together, where the engine was told to keep them
+    routes: RoutedExperts | CodedRoutes | None = None  # of prompt and answer, where the engine was told to keep them
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -123,7 +172,7 @@ class Sample:
             raise ValueError(f"sample of prompt {self.prompt.id}: per-token arrays differ in length")
         if len(self.prompt_ids) == 0 or (length == 0 and self.finish_reason != "abort"):
             raise ValueError(f"sample of prompt {self.prompt.id}: has no prompt or no answer tokens")
-        if self.routes is not None and len(self.routes.known) != self.num_tokens:
+        if self.routes is not None and len(self.routes) != self.num_tokens:
             raise ValueError(f"sample of prompt {self.prompt.id}: routes and tokens differ in number")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -159,6 +208,45 @@ class RolloutRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedRoutes:
+    """Those of several samples, for `PackedSamples`."""
+
+    code: NDArray[np.uint8]  # end to end, as is `known`
+    sizes: NDArray[np.int64]  # [samples], bytes of each; -1 for one without routes
+    known: NDArray[np.bool_]
+    layers: NDArray[np.int32]
+    num_experts: int
+    k: int
+
+    @classmethod
+    def of(cls, routes: Sequence[CodedRoutes | None]) -> PackedRoutes | None:
+        there = [one for one in routes if one is not None]
+        if not there:
+            return None
+        return cls(
+            np.concatenate([one.code for one in there]),
+            np.array([-1 if one is None else len(one.code) for one in routes]),
+            np.concatenate([one.known for one in there]),
+            there[0].layers,
+            there[0].num_experts,
+            there[0].k,
+        )
+
+    def unpack(self, num_tokens: Sequence[int]) -> list[CodedRoutes | None]:
+        """`num_tokens` of each sample."""
+        found: list[CodedRoutes | None] = []
+        at, token = 0, 0
+        for size, length in zip(self.sizes.tolist(), num_tokens, strict=True):
+            if size < 0:
+                found.append(None)
+                continue
+            code, known = self.code[at : at + size], self.known[token : token + length]
+            found.append(CodedRoutes(code, self.layers, known, self.num_experts, self.k))
+            at, token = at + size, token + length
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class PackedSamples:
     """Samples as they travel: hundreds of small arrays cost far more to send than a few long ones."""
 
@@ -171,11 +259,11 @@ class PackedSamples:
     versions: NDArray[np.int32]
     texts: list[str]
     finish_reasons: list[FinishReason]
-    routes: list[RoutedExperts | None]
+    routes: PackedRoutes | None
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], *, with_routes: bool = True) -> PackedSamples:
-        """Of at least one sample. Whoever only reads the answers has no use for the routes, which are long."""
+    def of(cls, samples: Sequence[Sample], routes: Sequence[CodedRoutes | None] = ()) -> PackedSamples:
+        """Of at least one sample, with its routes if they are given: whoever only reads has no use for them."""
         return cls(
             _fields_of([sample.prompt for sample in samples]),
             np.array([[len(s.prompt_ids) for s in samples], [len(s.token_ids) for s in samples]]),
@@ -186,7 +274,7 @@ class PackedSamples:
             np.concatenate([sample.versions for sample in samples]),
             [sample.text for sample in samples],
             [sample.finish_reason for sample in samples],
-            [sample.routes if with_routes else None for sample in samples],
+            PackedRoutes.of(routes),
         )
 
     def unpack(self) -> list[Sample]:
@@ -195,6 +283,7 @@ class PackedSamples:
         prompts = [made.get(id(fields)) or made.setdefault(id(fields), Prompt(*fields)) for fields in self.prompts]
         ends = np.cumsum(self.lengths, axis=1).tolist()
         starts = [[0, *row[:-1]] for row in ends]
+        routes = self.routes.unpack(self.lengths.sum(0).tolist()) if self.routes else [None] * len(prompts)
         return [
             Sample(
                 prompt=prompts[i],
@@ -205,7 +294,7 @@ class PackedSamples:
                 versions=self.versions[answer],
                 text=self.texts[i],
                 finish_reason=self.finish_reasons[i],
-                routes=self.routes[i],
+                routes=routes[i],
             )
             for i in range(len(prompts))
         ]

@@ -91,4 +91,4 @@ class ScriptedEngine(BaseRollout):
         """Which expert tells how many turns there had been; of the last token nothing is known."""
         known = np.arange(num_tokens) < num_tokens - 1
         experts = np.full((num_tokens, 1, 1), len(self.seen), np.uint8)
-        return RoutedExperts(experts, np.zeros(1, np.int32), known)
+        return RoutedExperts(experts, np.zeros(1, np.int32), known, 256)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from practicum.errors import RolloutError
+from practicum.errors import ReplayError, RolloutError
 from practicum.models import load_model
 from practicum.rollout import cpu
 from practicum.rollout.hf import HFRollout
@@ -86,7 +86,7 @@ def test_kept_routes_are_those_of_a_full_forward(family: str, tmp_path: Path) ->
         expected = recorder.take()
         assert sample.routes is not None
         assert sample.routes.known.tolist() == [True] * (len(ids) - 1) + [False]
-        assert sample.routes.layers.tolist() == recorder.layers.tolist()
+        assert sample.routes.layers.tolist() == recorder.shape.layers.tolist()
         assert np.array_equal(np.sort(sample.routes.experts[:-1]), np.sort(expected[:-1]))
 
 
@@ -98,7 +98,7 @@ def test_a_family_it_cannot_run_is_refused_at_load(family: str, tmp_path: Path) 
 
 
 def test_routes_of_a_dense_model_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RolloutError, match="has no experts"):
+    with pytest.raises(ReplayError, match="is dense"):
         NativeRollout(str(save_family("llama", tmp_path)), **CPU, max_batch=4, keep_routes=True)
 
 

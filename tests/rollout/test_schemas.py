@@ -35,7 +35,8 @@ def samples(draw: st.DrawFn) -> Sample:
     routes = None
     if kind is not None:
         experts = random.integers(0, 200, (num_prompt + num, 2, 3)).astype(kind)
-        routes = RoutedExperts(experts, np.array([1, 3], np.int32), random.random(num_prompt + num) < 0.5)
+        known = random.random(num_prompt + num) < 0.5
+        routes = RoutedExperts(experts, np.array([1, 3], np.int32), known, 200 if kind is np.uint8 else 300)
     return Sample(
         Prompt("p", text="?", metadata={"level": 1}),
         random.integers(0, 2**31 - 1, num_prompt).astype(np.int32),

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from practicum.config import Config
 from practicum.loop.trainer import Trainer
-from practicum.models import load_config, num_cores, resolve_device
+from practicum.models import count_weights, load_config, num_cores, resolve_device
 
 _GIB = 2**30
 _FLOAT32 = 4
@@ -113,8 +111,4 @@ def _memory(config: Config) -> str:
 
 def count_parameters(hf_config: Any) -> int:
     """Of the model a transformers config describes, without its memory."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config)
-    return sum(parameter.numel() for parameter in model.parameters())
+    return count_weights(hf_config, classifier=False)

@@ -1,5 +1,24 @@
-"""Router replay: which experts tokens were sent to, kept so that it can be repeated."""
+"""Router replay: which experts tokens were sent to, recorded and chosen again."""
 
-from practicum.replay.hooks import RouteRecorder, find_routers
+from practicum.replay.hooks import (
+    ReplayPass,
+    RouteRecorder,
+    RouteReplayer,
+    RouterShape,
+    check_replayable,
+    find_routers,
+    router_shape,
+)
+from practicum.replay.routes import coded, decoded
 
-__all__ = ["RouteRecorder", "find_routers"]
+__all__ = [
+    "ReplayPass",
+    "RouteRecorder",
+    "RouteReplayer",
+    "RouterShape",
+    "check_replayable",
+    "coded",
+    "decoded",
+    "find_routers",
+    "router_shape",
+]

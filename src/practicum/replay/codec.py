@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from practicum.types import route_dtype
+
 Ids = NDArray[np.unsignedinteger[Any]]
 Mask = NDArray[np.bool_]
 
@@ -28,10 +30,6 @@ _MOST_BITS = 62 + _LOW_BITS
 _CELL_BITS = 8  # of the fraction of a float that find a place in the table of guesses
 _FRACTION_BITS = 52
 _ONE = 1023 << _CELL_BITS  # the cell of 1.0
-
-
-def route_dtype(num_experts: int) -> type[np.unsignedinteger[Any]]:
-    return np.uint8 if num_experts <= 256 else np.uint16
 
 
 class Combinations:

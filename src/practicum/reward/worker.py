@@ -43,9 +43,7 @@ class Stack:
         return Stack(self.round, self.places[num:], self.samples[num:])
 
     def __reduce__(self) -> Any:
-        packed: PackedSamples | bytes | None = (
-            PackedSamples.of(self.samples, with_routes=False) if self.samples else None
-        )
+        packed: PackedSamples | bytes | None = PackedSamples.of(self.samples) if self.samples else None
         if len(self.samples) < _FEW:
             packed = pickle.dumps(packed, protocol=5)  # as one piece: Ray has its own work with every array
         return _unpacked, (self.round, self.places, packed)

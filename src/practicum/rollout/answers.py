@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from practicum.errors import RolloutError
+from practicum.replay import decoded
 from practicum.types import FinishReason, RolloutRequest, RoutedExperts, Sample, SamplingParams
 
 
@@ -80,7 +81,7 @@ def sample_of(
         log_probs = np.concatenate([before.log_probs, log_probs])
         versions = np.concatenate([before.versions, versions])
         if routes is not None and before.routes is not None:
-            routes = before.routes.grown(routes)
+            routes = decoded([before.routes])[0].grown(routes)
     return Sample(
         prompt=request.prompt,
         prompt_ids=request.prompt_ids,

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from practicum.errors import RolloutError
-from practicum.replay import RouteRecorder, find_routers
+from practicum.replay import RouteRecorder
 from practicum.rollout.answers import Ending, sample_of, untouched, written_ids
 from practicum.rollout.cpu import use_onednn
 from practicum.rollout.inbox import Inbox, Ticket
@@ -66,8 +66,6 @@ class NativeRollout(OwnModelRollout):
         self._rows: list[_Row] = []  # row i of the cache belongs to row i here
         self._recorder: RouteRecorder | None = None
         if keep_routes:
-            if not find_routers(self._model):
-                raise RolloutError(f"model {model_path!r} has no experts whose routes could be kept.")
             self._recorder = RouteRecorder(self._model)
         self._adopt()
 
@@ -229,7 +227,8 @@ class NativeRollout(OwnModelRollout):
         known = np.ones(row.length, np.bool_)
         known[len(experts) :] = False  # the last token was drawn and has been through no layer
         blank = np.zeros((row.length - len(experts), *experts.shape[1:]), experts.dtype)
-        return RoutedExperts(np.concatenate([experts, blank]), self._recorder.layers, known)
+        shape = self._recorder.shape
+        return RoutedExperts(np.concatenate([experts, blank]), shape.layers, known, shape.num_experts)
 
     def _forward(
         self,

@@ -18,7 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from practicum.types import FinishReason, Message, Prompt, RolloutRequest, RoutedExperts, Sample, SamplingParams
+from practicum.replay import decoded
+from practicum.types import (
+    FinishReason,
+    Message,
+    Prompt,
+    RolloutRequest,
+    RoutedExperts,
+    Sample,
+    SamplingParams,
+    route_dtype,
+)
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -210,22 +220,22 @@ class WireRoutes(Wire):
     """`practicum.types.RoutedExperts`: base64 of the bytes of `experts` [tokens, layers, k] and `known` [tokens]."""
 
     shape: tuple[int, int, int]
-    dtype: Literal["uint8", "uint16", "uint32"]
+    num_experts: int = Field(ge=1, le=1 << 16)
     layers: tuple[int, ...]
     experts: str
     known: str
 
     def to_routes(self) -> RoutedExperts:
-        experts = np.frombuffer(base64.b64decode(self.experts), self.dtype).reshape(self.shape)
+        experts = np.frombuffer(base64.b64decode(self.experts), route_dtype(self.num_experts)).reshape(self.shape)
         known = np.frombuffer(base64.b64decode(self.known), np.bool_)
-        return RoutedExperts(experts, np.array(self.layers, np.int32), known)
+        return RoutedExperts(experts, np.array(self.layers, np.int32), known, self.num_experts)
 
     @classmethod
     def of(cls, routes: RoutedExperts) -> Self:
         return cls.model_validate(
             {
                 "shape": routes.experts.shape,
-                "dtype": routes.experts.dtype.name,
+                "num_experts": routes.num_experts,
                 "layers": tuple(routes.layers.tolist()),
                 "experts": base64.b64encode(np.ascontiguousarray(routes.experts).tobytes()).decode(),
                 "known": base64.b64encode(np.ascontiguousarray(routes.known).tobytes()).decode(),
@@ -280,5 +290,5 @@ class RolloutReply(Wire):
             versions=tuple(None if version == -1 else version for version in sample.versions.tolist()),
             text=sample.text,
             finish_reason=sample.finish_reason,
-            routes=None if sample.routes is None else WireRoutes.of(sample.routes),
+            routes=None if sample.routes is None else WireRoutes.of(decoded([sample.routes])[0]),
         )

@@ -24,10 +24,11 @@ from practicum.config import AgentConfig
 from practicum.controller import Worker
 from practicum.errors import ConversationError, RolloutError, TrainingError
 from practicum.models import load_tokenizer
+from practicum.replay import coded
 from practicum.rollout.agent.driver import ConversationDriver
 from practicum.rollout.engines import ENGINES, EngineSettings, make_engine
 from practicum.rollout.runner import EngineRunner, Order
-from practicum.types import PackedSamples, RolloutRequest, Sample
+from practicum.types import PackedSamples, RolloutRequest, RoutedExperts, Sample
 from practicum.weights import Place, WeightReceiver, WeightSource, channel_timeout_s
 from practicum.weights import Ticket as WeightTicket
 
@@ -70,10 +71,18 @@ class Written:
     """Why the engine gave up; what was left is lost."""
 
     def __reduce__(self) -> Any:
-        packed: PackedSamples | bytes | None = PackedSamples.of(self.samples) if self.samples else None
+        packed: PackedSamples | bytes | None = _packed(self.samples) if self.samples else None
         if len(self.samples) < _FEW:
             packed = pickle.dumps(packed, protocol=5)
         return _whole_written, (self.round, self.places, self.answers, packed, self.num_left, self.failure)
+
+
+def _packed(samples: Sequence[Sample]) -> PackedSamples:
+    """With routes coded, which the trainer alone reads."""
+    there = [sample.routes for sample in samples if sample.routes is not None]
+    codes = iter(coded([one for one in there if isinstance(one, RoutedExperts)]))
+    routes = [next(codes) if isinstance(one, RoutedExperts) else one for one in (s.routes for s in samples)]
+    return PackedSamples.of(samples, routes)
 
 
 def _whole_written(

@@ -114,7 +114,7 @@ def test_on_trial_a_worker_gets_one_request_and_one_more_with_each_success(
         exchange.read_body()
         at_once[0] += 1
         most[0] = max(most[0], at_once[0])
-        going.wait(5.0)
+        going.wait(20.0)
         at_once[0] -= 1
         echo_target(exchange)
 
@@ -122,9 +122,11 @@ def test_on_trial_a_worker_gets_one_request_and_one_more_with_each_success(
     other = start_worker(in_5_ms)
     router = start_router(worker, other, eject_after=1, retrial_s=0.1, policy="round_robin")
     with Load(router.url):
-        wait_for_state(router.url, worker, "ejected")
+        while wait_for_state(router.url, worker, "ejected")["in_flight"]:
+            time.sleep(0.01)  # what it was sent before is no part of the trial
         worker.handler = held
         wait_for_state(router.url, worker, "trial")
+        worker.wait_for(lambda _: most[0] == 1, "a request on trial")
         time.sleep(0.3)
         assert most[0] == 1
         going.set()

@@ -84,7 +84,7 @@ def test_a_broken_off_conversation_is_taken_apart_where_it_was_put_together(
 
 
 def routes(num: int, expert: int, *known: bool) -> RoutedExperts:
-    return RoutedExperts(np.full((num, 2, 1), expert, np.uint8), np.array([0, 1], np.int32), np.array(known))
+    return RoutedExperts(np.full((num, 2, 1), expert, np.uint8), np.array([0, 1], np.int32), np.array(known), 8)
 
 
 def test_a_token_keeps_the_experts_it_had_when_it_was_first_seen() -> None:

@@ -18,8 +18,9 @@ import psutil
 import pytest
 import torch
 
-from practicum.errors import RolloutError
+from practicum.errors import ReplayError, RolloutError
 from practicum.models import load_model
+from practicum.replay import RouterShape
 from practicum.rollout.remote.folders import write_folder
 from practicum.rollout.remote.vllm import VllmRollout, arguments, decode_routes
 from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams
@@ -38,6 +39,9 @@ def test_options_are_written_as_on_the_command_line() -> None:
     assert arguments(nested) == ["--compilation-config", '{"level": 0}', "--served-model-name", "a", "b"]
 
 
+ROUTERS = RouterShape(np.array([0, 2], np.int32), 24, 2)
+
+
 def packed(rows: np.ndarray) -> str:
     file = io.BytesIO()
     np.save(file, rows)
@@ -46,14 +50,14 @@ def packed(rows: np.ndarray) -> str:
 
 def test_routes_are_those_of_the_layers_that_route_and_the_last_token_has_none() -> None:
     rows = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)
-    routes = decode_routes(packed(rows), np.array([0, 2], np.int32), 5)
+    routes = decode_routes(packed(rows), ROUTERS, 5)
     assert routes.experts.shape == (5, 2, 2) and routes.experts.dtype == np.uint8
     assert routes.known.tolist() == [True] * 4 + [False]
     assert np.array_equal(routes.experts[:4], rows[:, [0, 2]])
     with pytest.raises(RolloutError, match="for 7 tokens"):
-        decode_routes(packed(rows), np.array([0, 2], np.int32), 7)
+        decode_routes(packed(rows), ROUTERS, 7)
     with pytest.raises(RolloutError, match="shape"):
-        decode_routes(packed(rows), np.array([0, 3], np.int32), 5)
+        decode_routes(packed(rows), RouterShape(np.array([0, 3], np.int32), 8, 2), 5)
 
 
 def test_a_python_without_vllm_says_how_to_get_it(tiny_model: Path) -> None:
@@ -92,7 +96,7 @@ def test_a_server_that_is_never_ready_is_ended_at_its_deadline(tiny_model: Path,
 def test_routes_of_a_model_that_does_not_route_are_refused(tiny_model: Path, tmp_path: Path) -> None:
     python = fake_vllm(tmp_path, "")
     folder = save_model(tmp_path, "llama")
-    with pytest.raises(RolloutError, match="routes nothing"):
+    with pytest.raises(ReplayError, match="is dense"):
         VllmRollout(str(folder), python=python, keep_routes=True)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from practicum.replay import decoded
 from practicum.types import FinishReason, Prompt, RoutedExperts, Sample
 
 
@@ -36,7 +37,8 @@ class Transcript:
         self._add(turn.token_ids, turn.log_probs, turn.loss_mask, turn.versions)
         self.num_turns += 1
         if turn.routes is not None:
-            self._routes = turn.routes if self._routes is None else self._routes.grown(turn.routes)
+            routes = decoded([turn.routes])[0]
+            self._routes = routes if self._routes is None else self._routes.grown(routes)
 
     def add_said(self, token_ids: NDArray[np.int32]) -> None:
         """What others said, and the marks around it: nobody learns to say it."""
@@ -70,6 +72,7 @@ class Transcript:
         edges = np.flatnonzero(np.diff(sample.loss_mask)) + 1
         bounds = [0, *edges.tolist(), len(sample.loss_mask)] if len(sample.loss_mask) else []
         spans = [slice(start, end) for start, end in pairwise(bounds)]
+        routes = None if sample.routes is None else decoded([sample.routes])[0]
         for span in spans:
             if not sample.loss_mask[span.start]:
                 transcript.add_said(sample.token_ids[span])
@@ -85,8 +88,8 @@ class Transcript:
                 "abort",
             )
             if span.stop == len(sample.loss_mask):
-                transcript._routes = sample.routes
+                transcript._routes = routes
                 return transcript, turn
             transcript.add_turn(turn)
-        transcript._routes = sample.routes
+        transcript._routes = routes
         return transcript, None

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from practicum.models import load_config, load_tokenizer, save_model
+from practicum.models import empty_model, load_config, load_tokenizer, save_model
 from practicum.rollout.answers import eos_ids
 
 
@@ -31,7 +26,7 @@ def eos_ids_of(path: str) -> list[int]:
 
 def write_folder(folder: Path, model_path: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """A folder like the model's with other weights, under the names that checkpoints have."""
-    model = empty_model(model_path)
+    model = empty_model(load_config(model_path))
     # `save_pretrained` undoes what transformers did to the names and shapes when it read the checkpoint.
     found = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
     missing = [name for name, _ in model.named_parameters() if name not in found]
@@ -40,26 +35,3 @@ def write_folder(folder: Path, model_path: str, tensors: Iterable[tuple[str, Ten
     for name in ("generation_config.json",):
         if (Path(model_path) / name).exists():
             shutil.copyfile(Path(model_path) / name, folder / name)
-
-
-def empty_model(model_path: str) -> Any:
-    """Its modules without memory for their weights."""
-    from transformers import AutoModelForCausalLM
-
-    config = load_config(model_path)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
-def routing_layers(model_path: str) -> NDArray[np.int32]:
-    """The layers that route, by their indices in the whole model."""
-    found = set()
-    for name, module in empty_model(model_path).named_modules():
-        layer = re.search(r"\.layers\.(\d+)\.", name)
-        if (
-            layer
-            and hasattr(module, "top_k")
-            and (hasattr(module, "num_experts") or hasattr(module, "n_routed_experts"))
-        ):
-            found.add(int(layer.group(1)))
-    return np.array(sorted(found), np.int32)

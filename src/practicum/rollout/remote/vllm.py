@@ -28,12 +28,13 @@ import numpy as np
 import torch
 
 from practicum.errors import RolloutError
-from practicum.models import absolute, load_tokenizer
+from practicum.models import absolute, empty_model, load_config, load_tokenizer
+from practicum.replay import RouterShape, router_shape
 from practicum.rollout.remote import vllm_worker
 from practicum.rollout.remote.completions import ServerFailure
 from practicum.rollout.remote.dialect import Dialect, shake_hands
 from practicum.rollout.remote.engine import Answer, Job, RemoteRollout
-from practicum.rollout.remote.folders import eos_ids_of, routing_layers, write_folder
+from practicum.rollout.remote.folders import eos_ids_of, write_folder
 from practicum.rollout.remote.guarded import GuardedServer
 from practicum.types import RoutedExperts
 from practicum.weights import WeightUpdate
@@ -73,9 +74,7 @@ class VllmRollout(RemoteRollout):
         self._path = absolute(model_path)
         self._can_sleep = device is not None and device.type == "cuda"
         self._exchange_dir = exchange_dir
-        self._layers = routing_layers(self._path) if keep_routes else np.empty(0, np.int32)
-        if keep_routes and not len(self._layers):
-            raise RolloutError(f"model {model_path!r} routes nothing, so there are no routes to keep.")
+        self._routers = router_shape(empty_model(load_config(self._path))) if keep_routes else None
         tokenizer, eos_ids = load_tokenizer(self._path), eos_ids_of(self._path)
         super().__init__(tokenizer=tokenizer, eos_ids=eos_ids, max_batch=max_batch, timeout_s=timeout_s)
         self._reads_routes = keep_routes
@@ -197,23 +196,23 @@ class VllmRollout(RemoteRollout):
         return told
 
     def _routes(self, job: Job, answer: Answer, choice: Mapping[str, Any]) -> RoutedExperts | None:
-        if not self._reads_routes:
+        if self._routers is None:
             return None
         packed = choice.get("routed_experts")
         if packed is None:
             raise RolloutError(f"{self._name} returned no routed experts, though it was started to.")
-        return decode_routes(packed, self._layers, len(job.prompt) + len(answer.tokens))
+        return decode_routes(packed, self._routers, len(job.prompt) + len(answer.tokens))
 
 
-def decode_routes(packed: str, layers: np.ndarray[Any, np.dtype[np.int32]], num_tokens: int) -> RoutedExperts:
+def decode_routes(packed: str, routers: RouterShape, num_tokens: int) -> RoutedExperts:
     """From vLLM's rows for all layers, one for each token that a next one was drawn after: not for the last."""
     rows = np.load(io.BytesIO(base64.b64decode(packed)), allow_pickle=False)
     num_known = min(len(rows), num_tokens)
-    if num_known < num_tokens - 1 or (len(layers) and rows.shape[1] <= layers[-1]):
+    if num_known < num_tokens - 1 or rows.shape[1] <= routers.layers[-1] or rows.shape[2] != routers.k:
         raise RolloutError(f"vLLM returned routed experts of shape {rows.shape} for {num_tokens} tokens.")
-    experts = np.zeros((num_tokens, len(layers), rows.shape[2]), rows.dtype)
-    experts[:num_known] = rows[:num_known, layers]
-    return RoutedExperts(experts, layers, np.arange(num_tokens) < num_known)
+    experts = np.zeros((num_tokens, len(routers.layers), routers.k), routers.dtype)
+    experts[:num_known] = np.sort(rows[:num_known, routers.layers], axis=-1)
+    return RoutedExperts(experts, routers.layers, np.arange(num_tokens) < num_known, routers.num_experts)
 
 
 def arguments(settings: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,244 @@
+"""A recording as bytes. All numbers are little-endian; docs/recordings.md has the tables.
+
+    file     header, chunk, chunk, ...
+    header   magic, version, length | JSON | checksum
+    chunk    head (magic, its own place in the file, lengths, checksums) | index (JSON) | sections, end to end
+
+A chunk is added with one write, so that a kill leaves whole chunks and at most the beginning of one. Head and index say
+which samples it holds and where its sections are, with a checksum each: a file is opened by reading them alone. No
+length is believed before the checksum over it has been found right.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from practicum.types import route_dtype
+
+MAGIC = b"PRACROUT"
+VERSION = 1
+MOST_HEADER_BYTES = 1 << 20
+_FILE_HEAD = struct.Struct("<8sII")  # magic, version, bytes of JSON
+_CHECKSUM = struct.Struct("<I")
+
+CHUNK_MAGIC = b"\xf1chunk\r\n"
+_CHUNK_HEAD = struct.Struct("<8sQQQIII")  # see ChunkHead
+CHUNK_HEAD_BYTES = _CHUNK_HEAD.size + _CHECKSUM.size
+
+PLAIN, DEFLATED, COMBINATIONS = 0, 1, 2  # how a section is coded
+
+
+class Spoilt(ValueError):
+    """Bytes that cannot have been written so. Who knows the file and the place makes a ReplayError of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingHeader:
+    """What a recording was made with. Two models whose headers agree can use each other's routes."""
+
+    model: str  # a fingerprint, such as qwen3_moe-1f2e3d4c
+    layers: tuple[int, ...]  # that route, by their indices in the whole model
+    num_experts: int  # of each
+    k: int
+    tokenizer: str  # a fingerprint
+    rank: int = 0
+    num_ranks: int = 1
+    made: Mapping[str, str] = field(default_factory=dict)  # facts for people, such as versions
+
+    def __post_init__(self) -> None:
+        if not self.layers or list(self.layers) != sorted(set(self.layers)):
+            raise ValueError(f"layers {list(self.layers)} are none, or not in ascending order")
+        if not 1 <= self.k <= self.num_experts <= 1 << 16:
+            raise ValueError(f"{self.k} of {self.num_experts} experts")
+        if not 0 <= self.rank < self.num_ranks:
+            raise ValueError(f"rank {self.rank} of {self.num_ranks}")
+
+    @property
+    def dtype(self) -> type[np.unsignedinteger[Any]]:
+        return route_dtype(self.num_experts)
+
+    def differences(self, other: RecordingHeader) -> list[str]:
+        """Why routes recorded with this one cannot be used where the other holds: both sides of each."""
+        named = [
+            ("model", self.model, other.model),
+            ("tokenizer", self.tokenizer, other.tokenizer),
+            ("number of layers that route", len(self.layers), len(other.layers)),
+            ("number of experts", self.num_experts, other.num_experts),
+            ("experts per token", self.k, other.k),
+        ]
+        found = [f"{name} {own}, not {theirs}" for name, own, theirs in named if own != theirs]
+        if len(self.layers) == len(other.layers) and self.layers != other.layers:
+            found.append(f"layers {list(self.layers)}, not {list(other.layers)}")
+        return found
+
+
+def header_bytes(header: RecordingHeader) -> bytes:
+    tree = asdict(header) | {"made": dict(header.made), "dtype": np.dtype(header.dtype).name}
+    text = json.dumps(tree).encode()
+    if len(text) > MOST_HEADER_BYTES:
+        raise ValueError(f"a header of {len(text)} bytes: say less in `made`")
+    head = _FILE_HEAD.pack(MAGIC, VERSION, len(text)) + text
+    return head + _CHECKSUM.pack(zlib.crc32(head))
+
+
+def read_header(start: bytes) -> tuple[RecordingHeader, int] | None:
+    """The header and its size, from the first bytes of a file; None if they end before it does."""
+    if not MAGIC.startswith(start[: len(MAGIC)]):
+        raise Spoilt("it does not begin as a recording does")
+    if len(start) < _FILE_HEAD.size:
+        return None
+    _, version, length = _FILE_HEAD.unpack_from(start)
+    size = _FILE_HEAD.size + length + _CHECKSUM.size
+    if length > MOST_HEADER_BYTES:
+        raise Spoilt("its header is spoilt (an impossible length)")
+    if len(start) < size:
+        return None
+    head = start[: size - _CHECKSUM.size]
+    if _CHECKSUM.unpack_from(start, len(head)) != (zlib.crc32(head),):
+        raise Spoilt("its header is spoilt (wrong checksum)")
+    if version != VERSION:
+        raise Spoilt(f"it is of version {version} of the format, which this version of Practicum cannot read")
+    try:
+        tree = json.loads(head[_FILE_HEAD.size :])
+        del tree["dtype"]  # follows from the number of experts
+        return RecordingHeader(**tree | {"layers": tuple(tree["layers"])}), size
+    except (ValueError, TypeError, KeyError) as error:
+        raise Spoilt(f"its header makes no sense ({error})") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkHead:
+    """The first bytes of a chunk."""
+
+    offset: int  # its own place in the file: what merely looks like a chunk, inside of one, does not know it
+    written_ns: int  # when, since 1970: of two records of one sample in files of two ranks the later one counts
+    payload_bytes: int  # of all sections
+    number: int  # of the chunk in this file
+    index_bytes: int
+    index_checksum: int
+
+    @property
+    def size(self) -> int:
+        """Of the whole chunk."""
+        return CHUNK_HEAD_BYTES + self.index_bytes + self.payload_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SampleEntry:
+    """What the index says of a sample."""
+
+    id: str
+    step: int
+    place: int
+    num_prompt: int  # tokens
+    num_answer: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt + self.num_answer
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the payload."""
+
+    name: str
+    coding: int
+    start: int  # in the payload
+    size: int
+    raw_size: int  # before it was coded
+    checksum: int  # of the coded bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """All of a chunk but the payload."""
+
+    head: ChunkHead
+    samples: tuple[SampleEntry, ...]
+    sections: Mapping[str, Section]
+
+    @property
+    def payload_offset(self) -> int:
+        return self.head.offset + CHUNK_HEAD_BYTES + self.head.index_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(entry.num_tokens for entry in self.samples)
+
+
+def section_bytes(raw: bytes, compress: bool) -> tuple[int, int, bytes]:
+    """Its coding, its size before and the coded bytes: compressed where asked for and where that is shorter."""
+    if compress and len(packed := zlib.compress(raw, 1)) < len(raw):
+        return DEFLATED, len(raw), packed
+    return PLAIN, len(raw), raw
+
+
+def section_content(section: Section, coded: bytes) -> bytes:
+    """What was given to `section_bytes`. Never makes more bytes than the section says it has."""
+    if section.coding == PLAIN:
+        raw = coded
+    elif section.coding == DEFLATED:
+        unpacking = zlib.decompressobj()
+        try:
+            raw = unpacking.decompress(coded, section.raw_size) if section.raw_size else b""
+        except zlib.error as error:
+            raise Spoilt(str(error)) from error
+    else:
+        raise Spoilt(f"coding {section.coding} is unknown")
+    if len(raw) != section.raw_size:
+        raise Spoilt(f"{len(raw)} bytes instead of {section.raw_size}")
+    return raw
+
+
+def chunk_bytes(
+    offset: int,
+    written_ns: int,
+    number: int,
+    samples: Sequence[SampleEntry],
+    sections: Sequence[tuple[str, int, int, bytes]],  # name, coding, raw size, coded bytes
+) -> bytes:
+    table = [[name, coding, len(data), raw_size, zlib.crc32(data)] for name, coding, raw_size, data in sections]
+    entries = [[one.id, int(one.step), int(one.place), one.num_prompt, one.num_answer] for one in samples]
+    index = json.dumps({"samples": entries, "sections": table}, separators=(",", ":")).encode()
+    payload = b"".join(data for *_, data in sections)
+    head = _CHUNK_HEAD.pack(CHUNK_MAGIC, offset, written_ns, len(payload), number, len(index), zlib.crc32(index))
+    return b"".join([head, _CHECKSUM.pack(zlib.crc32(head)), index, payload])
+
+
+def read_chunk_head(data: bytes, offset: int) -> ChunkHead:
+    """From the bytes at that place of a file; `Spoilt` if no chunk begins there."""
+    if len(data) != CHUNK_HEAD_BYTES or not data.startswith(CHUNK_MAGIC):
+        raise Spoilt("no chunk begins here")
+    (checksum,) = _CHECKSUM.unpack_from(data, _CHUNK_HEAD.size)
+    if checksum != zlib.crc32(data[: _CHUNK_HEAD.size]):
+        raise Spoilt("the head of the chunk is spoilt (wrong checksum)")
+    _, own, written_ns, payload_bytes, number, index_bytes, index_checksum = _CHUNK_HEAD.unpack_from(data)
+    if own != offset:
+        raise Spoilt(f"the chunk here belongs at byte {own}")
+    return ChunkHead(own, written_ns, payload_bytes, number, index_bytes, index_checksum)
+
+
+def read_chunk(head: ChunkHead, index: bytes) -> Chunk:
+    if len(index) != head.index_bytes or zlib.crc32(index) != head.index_checksum:
+        raise Spoilt("its index is spoilt (wrong checksum)")
+    try:
+        tree = json.loads(index)
+        samples = tuple(SampleEntry(*entry) for entry in tree["samples"])
+        sections: dict[str, Section] = {}
+        start = 0
+        for name, coding, size, raw_size, checksum in tree["sections"]:
+            sections[name] = Section(name, coding, start, size, raw_size, checksum)
+            start += size
+    except (ValueError, TypeError, KeyError) as error:
+        raise Spoilt(f"its index makes no sense ({error})") from error
+    if start != head.payload_bytes:
+        raise Spoilt(f"its sections take {start} bytes of {head.payload_bytes}")
+    return Chunk(head, samples, sections)

@@ -1,0 +1,234 @@
+"""Samples as the sections of a chunk, and back. Arrays of all samples stand end to end, words are JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from practicum.errors import ReplayError
+from practicum.replay.codec import Ids, combinations_of
+from practicum.replay.format import (
+    COMBINATIONS,
+    Chunk,
+    RecordingHeader,
+    SampleEntry,
+    Section,
+    Spoilt,
+    section_bytes,
+    section_content,
+)
+from practicum.types import Message, Prompt, RoutedExperts, Sample, Score, TrainingSample
+
+# Per-token arrays: how they are written, whether for the answer alone, and whether compressing them pays.
+_ARRAYS: dict[str, tuple[str, bool, bool]] = {
+    "prompt_ids": ("<i4", False, True),
+    "token_ids": ("<i4", True, True),
+    "log_probs": ("<f4", True, False),
+    "loss_mask": ("?", True, True),
+    "versions": ("<i4", True, True),
+    "advantages": ("<f4", True, True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSample:
+    """What training on a sample needs to be repeated without a rollout engine.
+
+    `routes` are those that were, or are to be, replayed. When it is read back, `training.sample.routes` is None.
+    """
+
+    id: str  # a later record with the same id replaces an earlier one
+    step: int
+    place: int  # in the batch of the step
+    training: TrainingSample
+    score: Score
+    routes: RoutedExperts  # of prompt and answer
+
+    @property
+    def entry(self) -> SampleEntry:
+        sample = self.training.sample
+        return SampleEntry(self.id, self.step, self.place, len(sample.prompt_ids), len(sample.token_ids))
+
+
+def check_routes(record: RecordedSample, header: RecordingHeader) -> None:
+    routes = record.routes
+    if len(routes) != record.entry.num_tokens:
+        raise ReplayError(f"sample {record.id}: routes of {len(routes)} tokens for {record.entry.num_tokens}.")
+    shape = (tuple(routes.layers.tolist()), routes.num_experts, routes.experts.shape[2])
+    if shape != (header.layers, header.num_experts, header.k):
+        raise ReplayError(
+            f"sample {record.id}: routes of {shape[2]} of {shape[1]} experts in {len(shape[0])} layers; the recording "
+            f"is of {header.k} of {header.num_experts} in {len(header.layers)}, {list(header.layers)}."
+        )
+
+
+def sections_of(records: Sequence[RecordedSample], header: RecordingHeader) -> list[tuple[str, int, int, bytes]]:
+    """Name, coding, size before coding and coded bytes of each."""
+    sections: list[tuple[str, int, int, bytes]] = []
+
+    def add(name: str, raw: bytes, compress: bool) -> None:
+        sections.append((name, *section_bytes(raw, compress)))
+
+    for name, (kind, _, compress) in _ARRAYS.items():
+        joined = np.concatenate([_array(record.training, name) for record in records])
+        add(name, np.packbits(joined).tobytes() if kind == "?" else joined.astype(kind, copy=False).tobytes(), compress)
+    known = np.concatenate([record.routes.known for record in records])
+    add("known", np.packbits(known).tobytes(), compress=True)
+    experts = np.concatenate([record.routes.experts for record in records])
+    if not known.all():
+        # What stands where nothing is known need not be a combination: it is made one.
+        experts = np.where(known[:, None, None], experts, np.arange(header.k).astype(experts.dtype))
+    sections.append(("routes", *_coded_routes(experts, header)))
+    add("words", json.dumps(_words_of(records), separators=(",", ":")).encode(), compress=True)
+    return sections
+
+
+class OpenChunk:
+    """Gives out the samples of a chunk. Sections are read and decoded when first needed, and kept."""
+
+    def __init__(self, chunk: Chunk, header: RecordingHeader, read: Callable[[str], bytes]) -> None:
+        self._chunk = chunk
+        self._header = header
+        self._read = read  # coded bytes of a section, their checksum checked
+        entries = chunk.samples
+        self._prompt_ends = [0, *accumulate(entry.num_prompt for entry in entries)]
+        self._answer_ends = [0, *accumulate(entry.num_answer for entry in entries)]
+        self._arrays: dict[str, NDArray[Any]] = {}
+        self._experts: Ids | None = None
+        self._words: dict[str, Any] | None = None
+
+    def sample(self, i: int) -> RecordedSample:
+        """The i-th of the chunk. `Spoilt` if what was written cannot be that of a sample."""
+        entry = self._chunk.samples[i]
+        routes = self.routes(i)
+        arrays: dict[str, Any] = {name: self._own(name, i) for name in _ARRAYS}
+        advantages = arrays.pop("advantages")
+        words = self._all_words()
+        try:
+            own = words["samples"][i]
+            prompt = _prompt_from(words["prompts"][own["prompt"]])
+            score = Score(**own["score"])
+            sample = Sample(prompt=prompt, text=own["text"], finish_reason=own["finish_reason"], **arrays)
+            return RecordedSample(entry.id, entry.step, entry.place, TrainingSample(sample, advantages), score, routes)
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise Spoilt(f"sample {entry.id} makes no sense ({error})") from error
+
+    def routes(self, i: int) -> RoutedExperts:
+        entry = self._chunk.samples[i]
+        start = self._prompt_ends[i] + self._answer_ends[i]
+        tokens = slice(start, start + entry.num_tokens)
+        layers = np.array(self._header.layers, np.int32)
+        known = self._array("known", "?", self._chunk.num_tokens)[tokens].copy()
+        return RoutedExperts(self._all_experts()[tokens].copy(), layers, known, self._header.num_experts)
+
+    def _own(self, name: str, i: int) -> NDArray[Any]:
+        """A copy, so that what is kept of a chunk is not held, or changed, by whom it was given to."""
+        kind, of_answer, _ = _ARRAYS[name]
+        ends = self._answer_ends if of_answer else self._prompt_ends
+        return self._array(name, kind, ends[-1])[ends[i] : ends[i + 1]].copy()
+
+    def _array(self, name: str, kind: str, num: int) -> NDArray[Any]:
+        if name not in self._arrays:
+            raw = np.frombuffer(self._content(name), np.uint8)
+            size = -(-num // 8) if kind == "?" else num * np.dtype(kind).itemsize
+            if len(raw) != size:
+                raise Spoilt(f"the section {name!r} has {len(raw)} bytes instead of {size}")
+            whole = np.unpackbits(raw, count=num).view(np.bool_) if kind == "?" else raw.view(kind)
+            self._arrays[name] = whole.astype(whole.dtype.newbyteorder("="), copy=False)
+        return self._arrays[name]
+
+    def _all_experts(self) -> Ids:
+        if self._experts is None:
+            coded = self._read("routes")
+            self._experts = _decoded_routes(coded, self._chunk.sections["routes"], self._chunk, self._header)
+        return self._experts
+
+    def _all_words(self) -> dict[str, Any]:
+        if self._words is None:
+            content = self._content("words")
+            try:
+                self._words = json.loads(content)
+            except ValueError as error:
+                raise Spoilt(f"its words are no JSON ({error})") from error
+        assert self._words is not None
+        return self._words
+
+    def _content(self, name: str) -> bytes:
+        coded = self._read(name)
+        return section_content(self._chunk.sections[name], coded)
+
+
+def _array(training: TrainingSample, name: str) -> NDArray[Any]:
+    array: NDArray[Any] = training.advantages if name == "advantages" else getattr(training.sample, name)
+    return array
+
+
+def _coded_routes(experts: Ids, header: RecordingHeader) -> tuple[int, int, bytes]:
+    """Coding, size before and bytes."""
+    code = combinations_of(header.num_experts, header.k).encode(experts.reshape(-1, header.k))
+    return COMBINATIONS, experts.nbytes, code
+
+
+def _decoded_routes(coded: bytes, section: Section, chunk: Chunk, header: RecordingHeader) -> Ids:
+    if section.coding != COMBINATIONS:
+        raise Spoilt(f"its routes have the coding {section.coding}, which is unknown")
+    shape = (chunk.num_tokens, len(header.layers), header.k)
+    try:
+        return combinations_of(header.num_experts, header.k).decode(coded, shape[0] * shape[1]).reshape(shape)
+    except ValueError as error:
+        raise Spoilt(str(error)) from error
+
+
+def _words_of(records: Sequence[RecordedSample]) -> dict[str, Any]:
+    prompts: dict[int, int] = {}  # one that several answers share is written once
+    written: list[dict[str, Any]] = []
+    samples = []
+    for record in records:
+        sample, score = record.training.sample, record.score
+        if id(sample.prompt) not in prompts:
+            prompts[id(sample.prompt)] = len(written)
+            written.append(_words_of_prompt(sample.prompt))
+        grade = {
+            "value": None if score.value is None else float(score.value),
+            "parts": {name: float(part) for name, part in score.parts.items()},
+            "status": score.status,
+            "reason": score.reason,
+        }
+        samples.append(
+            {
+                "prompt": prompts[id(sample.prompt)],
+                "text": sample.text,
+                "finish_reason": sample.finish_reason,
+                "score": grade,
+            }
+        )
+    return {"prompts": written, "samples": samples}
+
+
+def _words_of_prompt(prompt: Prompt) -> dict[str, Any]:
+    words: dict[str, Any] = {"id": prompt.id, "text": prompt.text, "data_source": prompt.data_source}
+    if prompt.messages is not None:
+        words["messages"] = [[message.role, message.content] for message in prompt.messages]
+    try:
+        json.dumps(prompt.answer)
+        words["answer"] = prompt.answer
+    except (TypeError, ValueError, RecursionError):
+        pass  # no JSON can be made of it: then there is none, as the docs say
+    return words
+
+
+def _prompt_from(words: dict[str, Any]) -> Prompt:
+    messages = words.get("messages")
+    return Prompt(
+        id=words["id"],
+        messages=None if messages is None else tuple(Message(role, content) for role, content in messages),
+        text=words["text"],
+        answer=words.get("answer"),
+        data_source=words["data_source"],
+    )

@@ -1,0 +1,341 @@
+"""Recordings on disk: one writer a file, any number of readers, also while it is written.
+
+    RouteWriter(path, header)  append ──▶ chunks of about 16k tokens ──▶ path, path.1, path.2, ... (a file a rank)
+    Recording(path)            reads heads and indices of all ranks ──▶ a sample, a step or routes, decoded when asked
+
+A chunk counts once all of it is there. So a kill at any byte leaves all samples up to the last whole chunk; the next
+writer cuts off the rest and goes on. A sample that is recorded again, as when a run is resumed, replaces the earlier.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from practicum.errors import ReplayError
+from practicum.replay.chunks import ChunkFile
+from practicum.replay.format import (
+    CHUNK_MAGIC,
+    MOST_HEADER_BYTES,
+    Chunk,
+    RecordingHeader,
+    SampleEntry,
+    Spoilt,
+    chunk_bytes,
+    header_bytes,
+    read_header,
+)
+from practicum.replay.records import OpenChunk, RecordedSample, check_routes, sections_of
+from practicum.types import RoutedExperts
+
+CHUNK_TOKENS = 1 << 14
+_KEPT_CHUNKS = 4
+
+
+def rank_path(path: str | Path, rank: int) -> Path:
+    """Where a rank records: side by side, rank 0 under the name itself."""
+    return Path(path) if rank == 0 else Path(f"{path}.{rank}")
+
+
+class RouteWriter:
+    """Adds samples to the recording of a rank, at `rank_path(path, header.rank)`; starts it if there is none.
+
+    `with RouteWriter(path, header) as writer: writer.append(samples)`. What was appended is seen by readers at once and
+    survives a kill; `sync` makes it survive a power cut.
+    """
+
+    def __init__(self, path: str | Path, header: RecordingHeader, chunk_tokens: int = CHUNK_TOKENS) -> None:
+        self.path = rank_path(path, header.rank)
+        self.header = header
+        self._chunk_tokens = chunk_tokens
+        self._closed = False
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        try:
+            self._end, self._number = self._begin()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def append(self, samples: Iterable[RecordedSample]) -> None:
+        """`ReplayError` says why one cannot be written; nothing of its chunk is, then."""
+        for part in _parts(samples, self._chunk_tokens):
+            for record in part:
+                check_routes(record, self.header)
+            try:
+                sections = sections_of(part, self.header)
+            except ValueError as error:
+                raise ReplayError(f"{self.path}: samples {part[0].id} to {part[-1].id}: {error}.") from error
+            entries = [record.entry for record in part]
+            self._write(chunk_bytes(self._end, time.time_ns(), self._number, entries, sections))
+            self._number += 1
+
+    def sync(self) -> None:
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.sync()
+        finally:
+            os.close(self._descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _begin(self) -> tuple[int, int]:
+        """Lock the file; where the next chunk goes, and its number."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ReplayError(
+                f"{self.path} is being written by another process: wait for it or use another file."
+            ) from error
+        self._end = 0
+        try:
+            if self._holds_nothing():
+                os.ftruncate(self._descriptor, 0)
+                self._write(header_bytes(self.header))
+                _sync_folder(self.path.parent)
+                return self._end, 0
+            found = ChunkFile(self.path, self._descriptor)
+            self._check(found.header)
+            os.ftruncate(self._descriptor, found.end)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        return found.end, found.next_number
+
+    def _holds_nothing(self) -> bool:
+        """Whether the file is new, or whoever began it was killed before the header was written."""
+        start = os.pread(self._descriptor, MOST_HEADER_BYTES * 2, 0)
+        try:
+            return read_header(start) is None and CHUNK_MAGIC not in start
+        except Spoilt:
+            return False  # and it is not for us to overwrite
+
+    def _check(self, before: RecordingHeader) -> None:
+        differences = before.differences(self.header)
+        if (before.rank, before.num_ranks) != (self.header.rank, self.header.num_ranks):
+            differences.append(
+                f"rank {before.rank} of {before.num_ranks}, not {self.header.rank} of {self.header.num_ranks}"
+            )
+        if differences:
+            raise ReplayError(
+                f"{self.path} cannot be gone on with: it was made with {'; '.join(differences)}. Use another file."
+            )
+
+    def _write(self, data: bytes) -> None:
+        assert not self._closed, "the writer has been closed"
+        view, at = memoryview(data), self._end
+        try:
+            while view:
+                written = os.pwrite(self._descriptor, view, at)
+                view, at = view[written:], at + written
+        except OSError as error:
+            with suppress(OSError):  # then the beginning of a chunk stays: readers pass over it, a writer replaces it
+                os.ftruncate(self._descriptor, self._end)
+            raise self._unwritable(error) from error
+        self._end = at
+
+    def _unwritable(self, error: OSError) -> ReplayError:
+        return ReplayError(f"recording {self.path} cannot be written: {error.strerror}.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the record of a sample is."""
+
+    file: int
+    chunk: Chunk
+    i: int  # in the chunk
+
+    @property
+    def entry(self) -> SampleEntry:
+        return self.chunk.samples[self.i]
+
+
+class Recording:
+    """Reads what `RouteWriter`s of all ranks have written, and `refresh` what they have written since."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._descriptors: list[int] = []
+        self._places: dict[str, _Place] = {}
+        self._steps: dict[int, list[str]] | None = None
+        self._open: OrderedDict[tuple[int, int], OpenChunk] = OrderedDict()
+        try:
+            self.files = [self._open_file(self.path, of=None)]
+            if self.header.rank != 0:
+                whole = f"which rank 0 of {self.header.num_ranks} wrote"
+                raise ReplayError(f"{self.path} is the part of rank {self.header.rank}: name the file {whole}.")
+            for rank in range(1, self.header.num_ranks):
+                self.files.append(self._open_file(rank_path(self.path, rank), of=rank))
+        except BaseException:
+            self.close()
+            raise
+        for i, file in enumerate(self.files):
+            self._add(i, file.chunks)
+
+    @property
+    def header(self) -> RecordingHeader:
+        return self.files[0].header
+
+    @property
+    def ids(self) -> list[str]:
+        """By step, and by place in it."""
+        return [id for step in self.steps for id in self._by_step()[step]]
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(self._by_step())
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, id: object) -> bool:
+        return id in self._places
+
+    def entry(self, id: str) -> SampleEntry:
+        """Step, place and lengths of a sample, without reading it."""
+        return self._place(id).entry
+
+    def sample(self, id: str) -> RecordedSample:
+        place = self._place(id)
+        try:
+            return self._chunk(place).sample(place.i)
+        except Spoilt as error:
+            raise self.files[place.file].spoilt(place.chunk, str(error)) from error
+
+    def samples(self, step: int) -> list[RecordedSample]:
+        """Those of a step, in the order of its batch."""
+        ids = self._by_step().get(step)
+        if ids is None:
+            held = f"it holds steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "it holds none"
+            raise ReplayError(f"step {step} is not in {self.path}: {held}.{self._losses()}")
+        return [self.sample(id) for id in ids]
+
+    def routes(self, ids: Sequence[str]) -> list[RoutedExperts]:
+        return [self._routes(self._place(id)) for id in ids]
+
+    def check(self, header: RecordingHeader) -> None:
+        """`ReplayError` unless these are routes of that model, over texts of that tokenizer."""
+        differences = self.header.differences(header)
+        if differences:
+            raise ReplayError(f"{self.path} does not fit: it was made with {'; '.join(differences)}.")
+
+    def refresh(self) -> int:
+        """See what was written since. How many records that is."""
+        num = 0
+        for i, file in enumerate(self.files):
+            chunks = file.refresh()
+            self._add(i, chunks)
+            num += sum(len(chunk.samples) for chunk in chunks)
+        return num
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _open_file(self, path: Path, of: int | None) -> ChunkFile:
+        try:
+            self._descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            part = "" if of is None else f", the part of rank {of} of {self.header.num_ranks},"
+            raise ReplayError(f"recording {path}{part} cannot be read: {error.strerror}.") from error
+        file = ChunkFile(path, self._descriptors[-1])
+        if of is not None:
+            first, own = self.header, file.header
+            differences = own.differences(first)
+            if (own.rank, own.num_ranks) != (of, first.num_ranks):
+                differences.append(f"rank {own.rank} of {own.num_ranks}, not {of} of {first.num_ranks}")
+            if differences:
+                raise ReplayError(f"{path} does not belong to {self.path}: it has {'; '.join(differences)}.")
+        return file
+
+    def _add(self, file: int, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            for i, entry in enumerate(chunk.samples):
+                before = self._places.get(entry.id)
+                if before is None or before.file == file or before.chunk.head.written_ns <= chunk.head.written_ns:
+                    self._places[entry.id] = _Place(file, chunk, i)
+        self._steps = None
+
+    def _by_step(self) -> dict[int, list[str]]:
+        if self._steps is None:
+            entries = sorted((place.entry for place in self._places.values()), key=lambda e: (e.step, e.place, e.id))
+            self._steps = {}
+            for entry in entries:
+                self._steps.setdefault(entry.step, []).append(entry.id)
+        return self._steps
+
+    def _place(self, id: str) -> _Place:
+        place = self._places.get(id)
+        if place is None:
+            raise ReplayError(f"sample {id} is not in {self.path}.{self._losses()}")
+        return place
+
+    def _losses(self) -> str:
+        lost = sum(stretch.size for file in self.files for stretch in file.lost)
+        return f" {lost} bytes of it are spoilt: see `practicum routes verify`." if lost else ""
+
+    def _routes(self, place: _Place) -> RoutedExperts:
+        try:
+            return self._chunk(place).routes(place.i)
+        except Spoilt as error:
+            raise self.files[place.file].spoilt(place.chunk, str(error)) from error
+
+    def _chunk(self, place: _Place) -> OpenChunk:
+        key = (place.file, place.chunk.head.offset)
+        if key not in self._open:
+            file, chunk = self.files[place.file], place.chunk
+            self._open[key] = OpenChunk(chunk, file.header, lambda name: file.section(chunk, name))
+            if len(self._open) > _KEPT_CHUNKS:
+                self._open.popitem(last=False)
+        self._open.move_to_end(key)
+        return self._open[key]
+
+
+def _parts(samples: Iterable[RecordedSample], most_tokens: int) -> Iterator[list[RecordedSample]]:
+    part: list[RecordedSample] = []
+    tokens = 0
+    for record in samples:
+        if part and tokens + record.entry.num_tokens > most_tokens:
+            yield part
+            part, tokens = [], 0
+        part.append(record)
+        tokens += record.entry.num_tokens
+    if part:
+        yield part
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -113,8 +113,9 @@ class RouteWriter:
         self._end = 0
         try:
             if self._holds_nothing():
-                os.ftruncate(self._descriptor, 0)
-                self._write(header_bytes(self.header))
+                header = header_bytes(self.header)
+                self._write(header)
+                os.ftruncate(self._descriptor, len(header))
                 _sync_folder(self.path.parent)
                 return self._end, 0
             found = ChunkFile(self.path, self._descriptor)
@@ -126,7 +127,8 @@ class RouteWriter:
 
     def _holds_nothing(self) -> bool:
         """Whether the file is new, or whoever began it was killed before the header was written."""
-        start = os.pread(self._descriptor, MOST_HEADER_BYTES * 2, 0)
+        size = os.fstat(self._descriptor).st_size
+        start = os.pread(self._descriptor, min(size, MOST_HEADER_BYTES * 2), 0)
         try:
             return read_header(start) is None and CHUNK_MAGIC not in start
         except Spoilt:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from practicum import Prompt, Sample
-from practicum.types import TrainingSample
+from practicum.types import RoutedExperts, TrainingSample, route_dtype
 
 
 def make_sample(prompt: int = 2, answer: int = 3, *, text: str = "", truth: str | None = None, seed: int = 0) -> Sample:
@@ -21,6 +23,17 @@ def make_sample(prompt: int = 2, answer: int = 3, *, text: str = "", truth: str 
         text=text,
         finish_reason="stop",
     )
+
+
+def with_routes(item: TrainingSample, num_layers: int, k: int, num_experts: int, seed: int = 0) -> TrainingSample:
+    """Sent anywhere; of the last token nothing is known."""
+    random = np.random.default_rng([seed, item.place])
+    num = item.sample.num_tokens
+    experts = np.argsort(random.random((num, num_layers, num_experts)))[..., :k]
+    experts = np.sort(experts, axis=-1).astype(route_dtype(num_experts))
+    known = np.arange(num) < num - 1
+    routes = RoutedExperts(experts, np.arange(num_layers, dtype=np.int32), known, num_experts)
+    return replace(item, sample=replace(item.sample, routes=routes))
 
 
 def make_training_sample(prompt: int = 2, answer: int = 3, advantage: float = 1.0, seed: int = 0) -> TrainingSample:

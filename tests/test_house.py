@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "replay": BASE,
     "rollout": BASE | {"models", "controller", "weights", "replay", "processes", "functions"},
     "reward": BASE | {"models", "controller", "rollout", "processes", "functions"},
-    "train": BASE | {"models", "controller", "algo", "data", "weights"},
+    "train": BASE | {"models", "controller", "algo", "data", "weights", "replay"},
     "loop": BASE | {"models", "controller", "algo", "data", "weights", "rollout", "reward", "train", "replay"},
     "demo": BASE | {"models", "loop"},
     "__main__": {"cli"},

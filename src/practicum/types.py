@@ -144,6 +144,9 @@ class CodedRoutes:
     def __len__(self) -> int:
         return len(self.known)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CodedRoutes, (self.code, self.layers, self.known, self.num_experts, self.k)
+
     @property
     def num_bytes(self) -> int:
         return self.code.nbytes
@@ -338,7 +341,18 @@ class TrainingSample:
 
     sample: Sample
     advantages: NDArray[np.float32]  # [answer]
+    score: Score | None = None
+    step: int = 0
+    place: int = 0  # among the samples of its step
+
+    @property
+    def id(self) -> str:
+        """Its own in a run."""
+        return f"{self.step}/{self.place}/{self.sample.prompt.id}"
 
     def __post_init__(self) -> None:
         if len(self.advantages) != len(self.sample.token_ids):
             raise ValueError(f"sample of prompt {self.sample.prompt.id}: advantages and tokens differ in number")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TrainingSample, (self.sample, self.advantages, self.score, self.step, self.place)

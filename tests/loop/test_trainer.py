@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from practicum import Config, Trainer
-from practicum.errors import ConfigError, DataError, ModelError, ResourceError, RewardError
+from practicum.errors import ConfigError, DataError, ModelError, ReplayError, ResourceError, RewardError
 from practicum.loop.run_folder import read_metrics
 from practicum.models import load_model
 from tests.rollout.serving.models import save_classifier
@@ -201,3 +201,86 @@ def test_a_reward_model_grades_a_run(make_config: MakeConfig, tmp_path: Path) ->
     reports = list(Trainer(make_config(*given)).steps())
     assert all(report.metrics["reward/failed_share"] == 0 for report in reports)
     assert all(report.metrics["reward/std"] > 0 for report in reports)
+
+
+# Router replay
+
+
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_experts_are_replayed_and_the_metrics_tell(make_config: MakeConfig, mode: str) -> None:
+    config = make_config(f"actor.router_replay.mode={mode}", "actor.mini_batches=2", "trainer.steps=3")
+    list(Trainer(config).steps())
+    rows = read_metrics(Path(config.trainer.run_dir))[1:]
+    for row in rows:
+        assert row["replay/disagreement"] == pytest.approx(
+            sum(row[f"replay/disagreement/layer_{n}"] for n in (0, 1)) / 2, abs=1e-9
+        )
+        assert 0 < row["replay/bytes_per_token"] <= 16
+        assert (row["replay/unknown_share"] == 0) == (mode == "R2")  # an answer's last token was never routed
+        assert row["rollout/kl"] < 1e-5
+    assert "replay/kl_with" in rows[0] and "replay/kl_with" not in rows[1]
+    assert (Path(config.trainer.run_dir) / "routes.rec").exists() == (mode == "R2")
+
+
+def test_a_run_recorded_with_r2_is_repeated_from_its_file_bit_for_bit(make_config: MakeConfig, tmp_path: Path) -> None:
+    overrides = ["actor.router_replay.mode=R2", "actor.mini_batches=2", "trainer.steps=3", "actor.lr=5e-3"]
+    config = make_config(*overrides)
+    list(Trainer(config).steps())
+    recorded = Path(config.trainer.run_dir)
+    again = make_config(
+        *overrides,
+        f"actor.router_replay.replay_file={recorded / 'routes.rec'}",
+        f"trainer.run_dir={tmp_path / 'again'}",
+    )
+    assert [report.number for report in Trainer(again).steps()] == [1, 2, 3]
+    before, after = read_metrics(recorded)[1:], read_metrics(tmp_path / "again")
+    names = ("actor/loss", "actor/grad_norm", "actor/entropy", "rollout/kl", "reward/mean", "replay/disagreement")
+    assert [{name: row[name] for name in names} for row in after] == [{n: row[n] for n in names} for row in before]
+    first, second = weights(recorded, 3), weights(tmp_path / "again", 3)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_recording_that_is_too_short_is_refused_before_anything_starts(make_config: MakeConfig) -> None:
+    config = make_config("actor.router_replay.mode=R2")
+    list(Trainer(config).steps())
+    file = Path(config.trainer.run_dir) / "routes.rec"
+    longer = make_config("actor.router_replay.mode=R2", f"actor.router_replay.replay_file={file}", "trainer.steps=5")
+    with pytest.raises(ConfigError, match=r"trainer\.steps=5, but step 3 is not in the recording"):
+        Trainer(longer)
+
+
+def test_a_resumed_run_with_r2_is_the_uninterrupted_one(make_config: MakeConfig, tmp_path: Path) -> None:
+    overrides = ["actor.router_replay.mode=R2", "trainer.steps=3", "trainer.checkpoint_every=1"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    list(Trainer(make_config(*overrides, f"trainer.run_dir={whole}")).steps())
+    steps = Trainer(make_config(*overrides, f"trainer.run_dir={parts}")).steps()
+    next(steps)
+    next(steps)
+    steps.close()  # type: ignore[attr-defined]
+    for report in Trainer(make_config(*overrides, f"trainer.run_dir={parts}", "resume=auto")).steps():
+        assert report.number >= 2
+    assert timeless(read_metrics(parts)) == timeless(read_metrics(whole))
+
+
+def test_replay_of_a_dense_model_is_refused_by_name(make_config: MakeConfig, tmp_path: Path) -> None:
+    from tests.rollout.families import save_family
+
+    folder = save_family("llama", tmp_path / "llama")
+    for mode in ("R2", "R3"):
+        with pytest.raises(ReplayError, match=r"'llama'\) is dense.*actor\.router_replay\.mode=disabled"):
+            Trainer(make_config(f"model.path={folder}", f"actor.router_replay.mode={mode}"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["hybrid", "colocated"])
+def test_routes_reach_the_learners_across_processes(
+    make_config: MakeConfig, tmp_path: Path, ray_session: None, placement: str
+) -> None:
+    overrides = ["actor.router_replay.mode=R3", "trainer.steps=2", "data.prompts_per_step=5"]
+    list(Trainer(make_config(*overrides, f"trainer.run_dir={tmp_path / 'local'}")).steps())
+    there = ["controller.backend=ray", "trainer.num_workers=2", f"rollout.placement={placement}"]
+    list(Trainer(make_config(*overrides, *there, f"trainer.run_dir={tmp_path / 'ray'}")).steps())
+    for row, other in zip(read_metrics(tmp_path / "ray")[1:], read_metrics(tmp_path / "local")[1:], strict=True):
+        assert row["replay/unknown_share"] == other["replay/unknown_share"] > 0
+        assert row["replay/disagreement"] == other["replay/disagreement"] == 0.0  # float32: both compute alike
+        assert row["reward/mean"] == other["reward/mean"]

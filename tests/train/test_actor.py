@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,21 @@ from practicum.controller import (
 from practicum.data import plan_micro_batches
 from practicum.errors import RolloutError, TrainingError, WorkerError
 from practicum.models import DTYPES, load_model, load_tokenizer
+from practicum.replay import Recording, ReplaySettings
 from practicum.train import ActorSettings, ActorWorker, MiniBatch, UpdateStats
-from practicum.types import TrainingSample
+from practicum.types import Score, TrainingSample
 from practicum.weights import TIGHTEST, Bound, ChannelSettings, Fingerprint, WeightReceiver, choose
 from practicum.weights.fingerprint import make_sequences, measure
-from tests.samples import make_training_sample
+from tests.samples import make_training_sample, with_routes
 from tests.train.test_model import tiny
 from tests.weights.families import save_family
 
 BOUNDS = {"float32": TIGHTEST, "bfloat16": Bound(mean=0.05, largest=0.5)}
 SAMPLES = [make_training_sample(2 + i % 3, 1 + i % 7, advantage=(-1.0) ** i * (0.5 + i % 2), seed=i) for i in range(13)]
+
+
+PLACED = [replace(item, place=i, score=Score(1.0)) for i, item in enumerate(SAMPLES)]
+ROUTED = [with_routes(item, 2, 2, 8) for item in PLACED]
 
 
 def settings(model: Path, **changes: Any) -> ActorSettings:
@@ -68,21 +74,32 @@ def mini_batches(samples: Sequence[TrainingSample], num_ranks: int, budget: int,
 
 
 def updated(
-    group: WorkerGroup[ActorWorker], folder: Path, budget: int, parts: int = 1, steps: int = 2
+    group: WorkerGroup[ActorWorker],
+    folder: Path,
+    budget: int,
+    parts: int = 1,
+    steps: int = 2,
+    samples: Sequence[TrainingSample] = SAMPLES,
 ) -> tuple[UpdateStats, dict[str, torch.Tensor]]:
-    for _ in range(steps):
-        stats = group.map(ActorWorker.update, mini_batches(SAMPLES, group.world_size, budget, parts))
+    for step in range(1, steps + 1):
+        batch = [replace(item, step=step) for item in samples]
+        stats = group.map(ActorWorker.update, mini_batches(batch, group.world_size, budget, parts), step)
     folder.mkdir()
     group.execute_all(ActorWorker.save, str(folder))
     return UpdateStats.combined(stats), dict(load_model(str(folder / "model")).named_parameters())
 
 
 def on_one_rank(
-    model: Path, folder: Path, budget: int = 200, parts: int = 1, **changes: Any
+    model: Path,
+    folder: Path,
+    budget: int = 200,
+    parts: int = 1,
+    samples: Sequence[TrainingSample] = SAMPLES,
+    **changes: Any,
 ) -> tuple[UpdateStats, dict[str, torch.Tensor]]:
     group = LocalWorkerGroup(RayClassWithInitArgs(ActorWorker, settings(model, **changes)), name="actor")
     try:
-        return updated(group, folder, budget, parts)
+        return updated(group, folder, budget, parts, samples=samples)
     finally:
         group.shutdown()
 
@@ -124,6 +141,72 @@ def test_nor_on_the_number_of_ranks(tiny_model: Path, tmp_path: Path, ray_sessio
     assert two.num_tokens == one.num_tokens
     for field in ("loss", "entropy", "rollout_kl", "rollout_gap", "grad_norm"):
         assert getattr(two, field) == pytest.approx(getattr(one, field), rel=1e-4, abs=1e-5), field
+
+
+# Router replay
+
+
+def replayed(mode: str, folder: Path) -> dict[str, Any]:
+    """What a learner is told and given for it."""
+    if mode == "R3":
+        return {"replay": ReplaySettings("R3", compare_every=1), "samples": ROUTED}
+    return {"replay": ReplaySettings("R2", record_file=str(folder / "routes.rec"), compare_every=1), "samples": PLACED}
+
+
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_replay_does_not_depend_on_how_the_work_is_divided(mode: str, tiny_model: Path, tmp_path: Path) -> None:
+    found = {}
+    for name, changes in {
+        "one": {"budget": 200},
+        "many": {"budget": 12},
+        "saving": {"budget": 30, "gradient_checkpointing": True},
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        found[name] = on_one_rank(tiny_model, folder / "run", parts=2, **replayed(mode, folder), **changes)
+    for name in ("many", "saving"):
+        assert_same(found["one"][1], found[name][1], tolerance=1e-4)  # after four updates
+        assert found[name][0].loss == pytest.approx(found["one"][0].loss, rel=1e-3, abs=1e-5)
+    stats = found["one"][0].replay
+    assert stats is not None and list(stats.layers) == [0, 1]
+    num_tokens = sum(item.sample.num_tokens for item in SAMPLES)
+    assert stats.num_rows == stats.num_recorded == num_tokens
+    assert stats.num_known == num_tokens - (len(SAMPLES) if mode == "R3" else 0)
+    assert stats.num_compared > 0
+    if mode == "R3":  # random experts: nearly every row is sent elsewhere
+        assert all(share > 0.8 * stats.num_known for share in stats.differing)
+        assert stats.kl_with != stats.kl_without
+
+
+def test_experts_that_were_recorded_decide_what_is_learnt(tiny_model: Path, tmp_path: Path) -> None:
+    _, plain = on_one_rank(tiny_model, tmp_path / "plain")
+    _, forced = on_one_rank(tiny_model, tmp_path / "forced", samples=ROUTED, replay=ReplaySettings("R3"))
+    assert max((plain[name] - forced[name]).abs().max().item() for name in plain) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_two_ranks_replay_as_one(mode: str, tiny_model: Path, tmp_path: Path, ray_session: None) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    told = replayed(mode, tmp_path / "one")
+    one, weights = on_one_rank(tiny_model, tmp_path / "one" / "run", budget=40, parts=2, **told)
+    told = replayed(mode, tmp_path / "two")
+    samples = told.pop("samples")
+    with RayResourcePool([2]) as pool:
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(ActorWorker, settings(tiny_model, **told)), name="actors")
+        try:
+            two, same_weights = updated(group, tmp_path / "two" / "run", budget=40, parts=2, samples=samples)
+        finally:
+            group.shutdown()
+    assert_same(weights, same_weights, tolerance=1e-4)
+    assert one.replay is not None and two.replay is not None
+    for field in ("num_rows", "num_known", "num_recorded"):
+        assert getattr(two.replay, field) == getattr(one.replay, field)
+    if mode == "R2":
+        recording = Recording(tmp_path / "two" / "routes.rec")
+        assert len(recording) == 2 * len(SAMPLES)
+        assert {one.training.place for one in recording.samples(2)} == set(range(len(SAMPLES)))
 
 
 def test_several_updates_a_step_use_the_log_probs_from_before_it(tiny_model: Path, tmp_path: Path) -> None:

@@ -1,11 +1,10 @@
 """The one config tree: a YAML file plus dotted `key=value` overrides."""
 
+from practicum.config.actor import ActorConfig, AlgorithmConfig, RouterReplayConfig
 from practicum.config.base import Section
 from practicum.config.reward import CacheConfig, LimitsConfig, RewardConfig, RewardModelConfig, TermConfig
 from practicum.config.rollout import AgentConfig, OpenAIConfig, RolloutConfig, VllmConfig
 from practicum.config.tree import (
-    ActorConfig,
-    AlgorithmConfig,
     Config,
     ControllerConfig,
     DataConfig,
@@ -30,6 +29,7 @@ __all__ = [
     "RewardConfig",
     "RewardModelConfig",
     "RolloutConfig",
+    "RouterReplayConfig",
     "Section",
     "TermConfig",
     "TrainerConfig",

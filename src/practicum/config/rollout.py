@@ -82,6 +82,8 @@ class RolloutConfig(Section):
     partial: bool = False
     """Whether answers under way are broken off for new weights and gone on with under them. Otherwise no answer mixes
     versions: new weights wait until those under way are finished."""
+    enable_rollout_routing_replay: bool | None = None
+    """Another name of actor.router_replay.mode=R3, which turns on both ends by itself. None: as the mode says."""
     agent: AgentConfig = AgentConfig()
     """Several turns with tools or an environment."""
     vllm: VllmConfig = VllmConfig()

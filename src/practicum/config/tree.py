@@ -14,6 +14,7 @@ from typing import Any, Literal, Self, get_args
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from practicum.config.actor import ActorConfig, AlgorithmConfig
 from practicum.config.base import Section
 from practicum.config.reward import RewardConfig
 from practicum.config.rollout import RolloutConfig
@@ -54,34 +55,6 @@ class ValidationConfig(Section):
     """Answers to each held-out prompt; the accuracy is their mean score."""
     max_prompts: int | None = Field(default=None, ge=1)
     """Use only the first so many held-out prompts. None uses all."""
-
-
-class ActorConfig(Section):
-    lr: float = Field(default=1e-6, gt=0)
-    """AdamW's learning rate."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls over the run, to zero at its end."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises to its full value."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's weight decay."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """A longer gradient is scaled down to this norm."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """How far below 1 the ratio of new to old probability may push."""
-    clip_high: float = Field(default=0.28, gt=0)
-    """How far above 1 it may push; more room upwards keeps rare good tokens alive (clip-higher)."""
-    mini_batches: int = Field(default=1, ge=1)
-    """Optimizer updates per step; the prompts of a step are divided evenly among them."""
-    micro_batch_tokens: int = Field(default=8192, ge=1)
-    """Tokens in one forward and backward pass on one worker. Changes memory, never the gradient."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-
-
-class AlgorithmConfig(Section):
-    name: Literal["grpo"] = "grpo"
-    """How rewards become advantages. grpo: against the mean and deviation of the answers to the same prompt."""
 
 
 class TrainerConfig(Section):
@@ -167,6 +140,14 @@ class Config(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
     @property
+    def record_file(self) -> str | None:
+        """Where chosen experts are recorded, if they are."""
+        replay = self.actor.router_replay
+        if replay.mode == "R2" and replay.replay_file is None:
+            return replay.record_file or str(Path(self.trainer.run_dir) / "routes.rec")
+        return replay.record_file
+
+    @property
     def samples_per_step(self) -> int:
         return self.data.prompts_per_step * self.rollout.answers_per_prompt
 
@@ -213,8 +194,21 @@ class Config(Section):
             f"at most {most_tokens:,} tokens in micro-batches of {budget:,}"
         )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_switch(cls, tree: Any) -> Any:
+        """rollout.enable_rollout_routing_replay=true by itself means actor.router_replay.mode=R3."""
+        if not isinstance(tree, dict) or not isinstance(rollout := tree.get("rollout"), dict):
+            return tree
+        actor = tree.get("actor", {})
+        replay = actor.get("router_replay", {}) if isinstance(actor, dict) else None
+        if rollout.get("enable_rollout_routing_replay") is not True or not isinstance(replay, dict) or "mode" in replay:
+            return tree
+        return {**tree, "actor": {**actor, "router_replay": {**replay, "mode": "R3"}}}
+
     @model_validator(mode="after")
     def _cross_check(self) -> Self:
+        self.actor.router_replay.check_engine(self.rollout.engine, self.rollout.enable_rollout_routing_replay)
         if self.algorithm.name == "grpo" and self.rollout.answers_per_prompt < 2:
             raise ValueError(
                 "algorithm.name=grpo compares the answers to one prompt with each other: "

@@ -82,6 +82,7 @@ class MicroBatch:
     """Packed rows, and for each learnt token where its prediction stands. A token is predicted one position before."""
 
     input_ids: NDArray[np.int64]  # [rows, width]
+    starts: NDArray[np.int64]  # [samples] index into the flattened rows of each sample's first token
     position_ids: NDArray[np.int64]  # [rows, width], restarting at each sample
     predict_at: NDArray[np.int64]  # [learnt] index into the flattened rows of the position that predicts the token
     targets: NDArray[np.int64]  # [learnt] the token there
@@ -110,7 +111,7 @@ def pack(samples: Sequence[TrainingSample], share_rows: bool = True, pad_id: int
             input_ids[row, column:split] = sample.prompt_ids
             input_ids[row, split:end] = sample.token_ids
             position_ids[row, column:end] = np.arange(end - column)
-            starts[index] = row * width + split
+            starts[index] = row * width + column
             column = end
         # Padding is one more sample in a shared row, and the rest of the only one in a row of its own.
         position_ids[row, column:] = np.arange(width - column) + (0 if share_rows else column)
@@ -120,9 +121,13 @@ def pack(samples: Sequence[TrainingSample], share_rows: bool = True, pad_id: int
         chosen = [part[at] for part, at in zip(parts, learnt, strict=True)]
         return np.concatenate([np.empty(0, dtype), *chosen]).astype(dtype)
 
-    before = (start - 1 + np.arange(len(s.sample.token_ids)) for start, s in zip(starts, samples, strict=True))
+    before = (
+        start + len(s.sample.prompt_ids) - 1 + np.arange(len(s.sample.token_ids))
+        for start, s in zip(starts, samples, strict=True)
+    )
     return MicroBatch(
         input_ids=input_ids,
+        starts=np.array(starts, np.int64),
         position_ids=position_ids,
         predict_at=per_token(before, np.int64),
         targets=per_token((s.sample.token_ids for s in samples), np.int64),

@@ -75,7 +75,7 @@ def demo_config(folder: Path, overrides: Sequence[str]) -> Config:
         "rollout": {"answers_per_prompt": 8, "max_new_tokens": 6},
         "validation": {"every": 25},
         "reward": {"grader": "exact"},
-        "actor": {"lr": 5.0e-4, "lr_schedule": "linear", "mini_batches": 4},
+        "actor": {"lr": 5.0e-4, "lr_schedule": "linear", "mini_batches": 4, "router_replay": {"mode": "R3"}},
         "trainer": {
             "steps": 150,
             "threads_per_worker": 1,

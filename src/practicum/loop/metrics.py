@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from practicum.replay import ReplayStats
 from practicum.train import UpdateStats
 from practicum.types import Sample, Score
 
@@ -89,9 +90,27 @@ def conversation_metrics(counts: Mapping[str, int]) -> dict[str, float]:
     }
 
 
+def replay_metrics(stats: ReplayStats) -> dict[str, float]:
+    """Of the routers: how often they would have chosen otherwise, and what replay changes."""
+    num_known = max(1, stats.num_known)
+    found = {
+        f"replay/disagreement/layer_{n}": d / num_known for n, d in zip(stats.layers, stats.differing, strict=True)
+    }
+    found |= {
+        "replay/disagreement": sum(stats.differing) / (num_known * max(1, len(stats.layers))),
+        "replay/unknown_share": 1 - stats.num_known / max(1, stats.num_rows),
+        "replay/bytes_per_token": stats.num_bytes / max(1, stats.num_recorded),
+    }
+    if stats.num_compared:
+        found["replay/kl_with"] = stats.kl_with / stats.num_compared
+        found["replay/kl_without"] = stats.kl_without / stats.num_compared
+    return found
+
+
 def update_metrics(stats: UpdateStats) -> dict[str, float]:
     num_tokens = max(1, stats.num_tokens)
     return {
+        **({} if stats.replay is None else replay_metrics(stats.replay)),
         "rollout/kl": stats.rollout_kl / num_tokens,
         "rollout/largest_gap": stats.rollout_gap,
         "actor/loss": stats.loss / num_tokens,

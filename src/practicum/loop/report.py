@@ -29,6 +29,12 @@ class Chart:
 CHARTS = (
     Chart("Learning", (("reward (training)", "reward/mean"), ("accuracy (held out)", "validation/accuracy"))),
     Chart("KL(rollout | trainer) per token", (("KL", "rollout/kl"),), log_scale=True),
+    Chart("Routing: tokens x layers that the live router would send elsewhere", (("share", "replay/disagreement"),)),
+    Chart(
+        "KL(rollout | trainer) with and without router replay",
+        (("with", "replay/kl_with"), ("without", "replay/kl_without")),
+        log_scale=True,
+    ),
     Chart("Entropy of the policy", (("nats per token", "actor/entropy"),)),
     Chart("Gradient norm before clipping", (("norm", "actor/grad_norm"),)),
     Chart("Answer length", (("tokens", "rollout/answer_tokens"),)),

@@ -29,8 +29,9 @@ from practicum.errors import ConfigError, DataError, RewardError
 from practicum.loop.metrics import StepReport, Stopwatch, conversation_metrics, rollout_metrics, update_metrics
 from practicum.loop.run_folder import RunFolder, RunState
 from practicum.loop.trackers import open_trackers
-from practicum.loop.writers import open_learners
-from practicum.models import absolute, encode_prompts, load_config, load_tokenizer
+from practicum.loop.writers import open_actors, open_learners
+from practicum.models import absolute, empty_model, encode_prompts, load_config, load_tokenizer
+from practicum.replay import Recording, recording_header
 from practicum.reward import GradedBatch, GradingRound, Progress, check_reward, open_reward_centre
 from practicum.rollout.agent.tools import describe_tools
 from practicum.train import ActorWorker, MiniBatch, UpdateStats
@@ -56,9 +57,10 @@ class Trainer:
         _check_length(config, load_config(config.model.path))
         tokenizer = load_tokenizer(config.model.path)
         self._tools = [tool.schema for tool in describe_tools(config.rollout.agent.tools)]
+        self._recording = _open_recording(config)
         self._train_prompts = self._read(config.data.train, tokenizer)
         self._validation_prompts: list[EncodedPrompt] = []
-        if config.data.validation is not None:
+        if config.data.validation is not None and self._recording is None:  # nobody would write answers
             self._validation_prompts = self._read(config.data.validation, tokenizer)[: config.validation.max_prompts]
 
         self._name_unused_sources()
@@ -90,8 +92,9 @@ class Trainer:
                 before = self._validate(0, Stopwatch())
                 for tracker in trackers:
                     tracker.log(0, before)
+            step = self._step if self._recording is None else self._repeated_step
             for number in range(first, self.config.trainer.steps + 1):
-                report = StepReport(number, self.config.trainer.steps, self._step(number))
+                report = StepReport(number, self.config.trainer.steps, step(number))
                 for tracker in trackers:
                     tracker.log(number, report.metrics)
                 if self._due(number, self.config.trainer.checkpoint_every):
@@ -108,10 +111,9 @@ class Trainer:
                 samples, order = self._written(requests, grading)
             with watch.phase("reward"):
                 graded = grading.result(groups[order].tolist()).in_places(order)
-        batch, signal = self._with_advantages(samples, graded, groups)
+        batch, signal = self._with_advantages(number, samples, graded, groups)
         with watch.phase("update"):
-            plans = self._shared_out(batch, groups)
-            stats = UpdateStats.combined(self._actors.map(ActorWorker.update, plans))
+            stats = self._learn(number, batch, groups)
         with watch.phase("weights"):
             self._rollout.update_weights(number)
         if number % self.config.trainer.log_answers_every == 0 or number == 1:
@@ -127,6 +129,25 @@ class Trainer:
         if self._validation_prompts and self._due(number, self.config.validation.every):
             metrics |= self._validate(number, watch)
         return metrics
+
+    def _repeated_step(self, number: int) -> dict[str, float]:
+        """From a recording: what was written and graded then is learnt from again, by the same experts."""
+        assert self._recording is not None
+        watch = Stopwatch()
+        with watch.phase("reading"):
+            recorded = [one.training for one in self._recording.samples(number)]
+        batch: list[TrainingSample | None] = [None] * self.config.samples_per_step
+        for item in recorded:
+            batch[item.place] = item
+        groups = np.arange(len(batch)) // self.config.rollout.answers_per_prompt
+        with watch.phase("update"):
+            stats = self._learn(number, batch, groups)
+        samples = [item.sample for item in recorded]
+        metrics = rollout_metrics(samples, [item.score for item in recorded if item.score]) | update_metrics(stats)
+        return metrics | watch.metrics(sum(int(sample.loss_mask.sum()) for sample in samples))
+
+    def _learn(self, number: int, batch: Sequence[TrainingSample | None], groups: NDArray[np.int64]) -> UpdateStats:
+        return UpdateStats.combined(self._actors.map(ActorWorker.update, self._shared_out(batch, groups), number))
 
     def _written(self, requests: Sequence[RolloutRequest], grading: GradingRound) -> tuple[list[Sample], list[int]]:
         """The answers to all requests in their order; and their places in the order in which they were finished and
@@ -144,7 +165,7 @@ class Trainer:
         return [samples[place] for place in range(len(samples))], list(samples)
 
     def _with_advantages(
-        self, samples: Sequence[Sample], graded: GradedBatch, groups: NDArray[np.int64]
+        self, number: int, samples: Sequence[Sample], graded: GradedBatch, groups: NDArray[np.int64]
     ) -> tuple[list[TrainingSample | None], float]:
         """Samples with their advantages, None for those left out; and the share of groups with a signal."""
         kept = [i for i, is_kept in enumerate(graded.kept) if is_kept]
@@ -158,7 +179,8 @@ class Trainer:
         advantages = ADVANTAGES[self.config.algorithm.name](rewards, torch.from_numpy(groups[kept]))
         batch: list[TrainingSample | None] = [None] * len(samples)
         for i, advantage in zip(kept, advantages.tolist(), strict=True):
-            batch[i] = TrainingSample(samples[i], np.full(len(samples[i].token_ids), advantage, np.float32))
+            of_tokens = np.full(len(samples[i].token_ids), advantage, np.float32)
+            batch[i] = TrainingSample(samples[i], of_tokens, graded.scores[i], number, i)
         teaching = {int(groups[i]) for i, advantage in zip(kept, advantages.tolist(), strict=True) if advantage != 0}
         return batch, len(teaching) / len(set(groups.tolist()))
 
@@ -231,15 +253,20 @@ class Trainer:
             )
         )
         model_path = absolute(resumed.model_path if resumed else config.model.path)
-        self._actors, self._rollout = stack.enter_context(open_learners(config, controller, model_path))
+        if self._recording is not None:
+            self._actors = open_actors(config, controller, model_path)
+        else:
+            self._actors, self._rollout = stack.enter_context(open_learners(config, controller, model_path))
         self._share_rows = self._actors.execute_rank_zero(ActorWorker.shares_rows)
         if not self._share_rows:
             self._notify("this model cannot keep samples in one row apart: each gets a row of its own, with padding")
+        if resumed:
+            self._actors.execute_all(ActorWorker.load, str(resumed.folder.resolve()))
+        if self._recording is not None:
+            return
         self._reward = stack.enter_context(
             open_reward_centre(config.reward, controller, on_progress=self._say_progress)
         )
-        if resumed:
-            self._actors.execute_all(ActorWorker.load, str(resumed.folder.resolve()))
         self._rollout.update_weights(resumed.state.step if resumed else 0)
 
     def _say_progress(self, progress: Progress) -> None:
@@ -264,6 +291,25 @@ class Trainer:
             raise DataError(f"{what}, the first is {first.id}: raise data.max_prompt_tokens or set data.overlong=drop.")
         self._notify(f"{what}; they are left out")
         return short
+
+
+def _open_recording(config: Config) -> Recording | None:
+    """The one that is to be repeated; what it or the model cannot do is said before anything is started."""
+    replay = config.actor.router_replay
+    if replay.mode == "disabled":
+        return None
+    header = recording_header(empty_model(load_config(config.model.path)), load_tokenizer(config.model.path))
+    if replay.replay_file is None:
+        return None
+    recording = Recording(replay.replay_file)
+    recording.check(header)
+    missing = [step for step in range(1, config.trainer.steps + 1) if step not in recording.steps]
+    if missing:
+        raise ConfigError(
+            f"trainer.steps={config.trainer.steps}, but step {missing[0]} is not in the recording "
+            f"{replay.replay_file}, which has {len(recording.steps)}: lower trainer.steps."
+        )
+    return recording
 
 
 def _check_length(config: Config, model_config: Any) -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from practicum.config import Config
 from practicum.controller import Controller, FusedWorker, RayClassWithInitArgs, WorkerGroup
 from practicum.models import num_cores
+from practicum.replay import ReplaySettings
 from practicum.reward.router import Router
 from practicum.rollout.engines import EngineSettings
 from practicum.rollout.manager import RolloutManager
@@ -28,15 +29,14 @@ def open_learners(
     config: Config, controller: Controller, model_path: str
 ) -> Iterator[tuple[WorkerGroup[ActorWorker], RolloutManager]]:
     """The trainer's group and the writers, which end with the block."""
-    device = config.trainer.device
-    if config.controller.backend == "ray":
-        device = "cuda" if controller.uses_gpu else "cpu"
+    device = _device(config, controller)
     actor = RayClassWithInitArgs(ActorWorker, actor_settings(config, model_path, device))
     engine = EngineSettings.of(
         config.rollout,
         model_path,
         device=device,
         dtype=config.model.dtype,
+        keep_routes=config.actor.router_replay.mode == "R3",
         timeout_s=config.controller.call_timeout_s,
         start_timeout_s=config.controller.start_timeout_s,
     )
@@ -64,6 +64,18 @@ def open_learners(
         engine = _served(stack, config, controller, engine)
         weights = ActorWeights(actors, config.model.dtype, config.controller.call_timeout_s)
         yield actors, stack.enter_context(open_replicas(config.rollout, controller, engine, weights, settings))
+
+
+def open_actors(config: Config, controller: Controller, model_path: str) -> WorkerGroup[ActorWorker]:
+    """The trainer's group by itself."""
+    settings = actor_settings(config, model_path, _device(config, controller))
+    return controller.group(RayClassWithInitArgs(ActorWorker, settings), name="learners")
+
+
+def _device(config: Config, controller: Controller) -> str:
+    if config.controller.backend == "ray":
+        return "cuda" if controller.uses_gpu else "cpu"
+    return config.trainer.device
 
 
 class ActorWeights:
@@ -119,7 +131,16 @@ def actor_settings(config: Config, model_path: str, device: str) -> ActorSetting
         temperature=config.rollout.temperature,
         gradient_checkpointing=actor.gradient_checkpointing,
         collective_timeout_s=config.controller.call_timeout_s,
+        replay=_replay_settings(config),
     )
+
+
+def _replay_settings(config: Config) -> ReplaySettings | None:
+    replay = config.actor.router_replay
+    if replay.mode == "disabled":
+        return None
+    record, repeat = (p and str(Path(p).resolve()) for p in (config.record_file, replay.replay_file))
+    return ReplaySettings(replay.mode, record, repeat, replay.compare_every)
 
 
 def _served(stack: ExitStack, config: Config, controller: Controller, engine: EngineSettings) -> EngineSettings:

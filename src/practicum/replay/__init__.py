@@ -10,15 +10,24 @@ from practicum.replay.hooks import (
     router_shape,
 )
 from practicum.replay.routes import coded, decoded
+from practicum.replay.session import Placed, ReplaySession, ReplaySettings, ReplayStats, recording_header
+from practicum.replay.store import Recording, RouteWriter
 
 __all__ = [
+    "Placed",
+    "Recording",
     "ReplayPass",
+    "ReplaySession",
+    "ReplaySettings",
+    "ReplayStats",
     "RouteRecorder",
     "RouteReplayer",
+    "RouteWriter",
     "RouterShape",
     "check_replayable",
     "coded",
     "decoded",
     "find_routers",
+    "recording_header",
     "router_shape",
 ]

@@ -115,7 +115,14 @@ class OpenChunk:
             prompt = _prompt_from(words["prompts"][own["prompt"]])
             score = Score(**own["score"])
             sample = Sample(prompt=prompt, text=own["text"], finish_reason=own["finish_reason"], **arrays)
-            return RecordedSample(entry.id, entry.step, entry.place, TrainingSample(sample, advantages), score, routes)
+            return RecordedSample(
+                entry.id,
+                entry.step,
+                entry.place,
+                TrainingSample(sample, advantages, score, entry.step, entry.place),
+                score,
+                routes,
+            )
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise Spoilt(f"sample {entry.id} makes no sense ({error})") from error
 

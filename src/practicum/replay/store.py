@@ -68,8 +68,9 @@ class RouteWriter:
             os.close(self._descriptor)
             raise
 
-    def append(self, samples: Iterable[RecordedSample]) -> None:
-        """`ReplayError` says why one cannot be written; nothing of its chunk is, then."""
+    def append(self, samples: Iterable[RecordedSample]) -> int:
+        """The bytes their routes take. `ReplayError` says why one cannot be written; nothing of its chunk is, then."""
+        num_bytes = 0
         for part in _parts(samples, self._chunk_tokens):
             for record in part:
                 check_routes(record, self.header)
@@ -80,6 +81,8 @@ class RouteWriter:
             entries = [record.entry for record in part]
             self._write(chunk_bytes(self._end, time.time_ns(), self._number, entries, sections))
             self._number += 1
+            num_bytes += sum(len(coded) for name, _, _, coded in sections if name == "routes")
+        return num_bytes
 
     def sync(self) -> None:
         try:
@@ -178,19 +181,17 @@ class _Place:
 class Recording:
     """Reads what `RouteWriter`s of all ranks have written, and `refresh` what they have written since."""
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, rank: int | None = None) -> None:
+        """`rank` reads what that one has written, alone."""
+        self.path = Path(path) if rank is None else rank_path(path, rank)
         self._descriptors: list[int] = []
         self._places: dict[str, _Place] = {}
         self._steps: dict[int, list[str]] | None = None
         self._open: OrderedDict[tuple[int, int], OpenChunk] = OrderedDict()
         try:
             self.files = [self._open_file(self.path, of=None)]
-            if self.header.rank != 0:
-                whole = f"which rank 0 of {self.header.num_ranks} wrote"
-                raise ReplayError(f"{self.path} is the part of rank {self.header.rank}: name the file {whole}.")
-            for rank in range(1, self.header.num_ranks):
-                self.files.append(self._open_file(rank_path(self.path, rank), of=rank))
+            if rank is None:
+                self._open_others()
         except BaseException:
             self.close()
             raise
@@ -262,6 +263,13 @@ class Recording:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+    def _open_others(self) -> None:
+        if self.header.rank != 0:
+            whole = f"which rank 0 of {self.header.num_ranks} wrote"
+            raise ReplayError(f"{self.path} is the part of rank {self.header.rank}: name the file {whole}.")
+        for rank in range(1, self.header.num_ranks):
+            self.files.append(self._open_file(rank_path(self.path, rank), of=rank))
 
     def _open_file(self, path: Path, of: int | None) -> ChunkFile:
         try:

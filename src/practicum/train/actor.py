@@ -3,13 +3,17 @@
     MiniBatch ─ pack ─▶ forward ─ log-probs ─▶ clipped loss ─ backward ─▶ (next micro-batch)
                                                                             └▶ clip gradient ─▶ AdamW ─▶ version + 1
 
+With router replay the forward passes are made inside a pass of its session, see replay/session.py.
+
 Ranks run the same number of micro-batches, so their collectives pair up. The loss of each micro-batch is divided by
 the tokens of the whole mini-batch over all ranks, so the gradient does not depend on how the samples are split.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +30,7 @@ from practicum.controller import Worker
 from practicum.data import MicroBatch, pack
 from practicum.errors import TrainingError
 from practicum.models import DTYPES, load_model, load_tokenizer, resolve_device
+from practicum.replay import Placed, ReplaySession, ReplaySettings, ReplayStats
 from practicum.train.checkpoint import load_training_state, save_rest, save_training_state, save_whole_model
 from practicum.train.fsdp import join_ranks, shard, whole
 from practicum.train.model import LogProbModel, keeps_samples_apart
@@ -54,6 +59,7 @@ class ActorSettings:
     temperature: float
     gradient_checkpointing: bool
     collective_timeout_s: float
+    replay: ReplaySettings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,23 @@ class MiniBatch:
 
     micro_batches: list[list[TrainingSample]]
     num_tokens: int  # learnt tokens over all ranks
+
+    def __reduce__(self) -> Any:
+        # As one piece: Ray has its own work with every array.
+        return _whole_mini_batch, (pickle.dumps(self.micro_batches, protocol=5), self.num_tokens)
+
+
+def _whole_mini_batch(packed: bytes, num_tokens: int) -> MiniBatch:
+    return MiniBatch(pickle.loads(packed), num_tokens)
+
+
+@dataclass(slots=True)
+class _Micro:
+    """A micro-batch as it is worked on."""
+
+    packed: MicroBatch
+    placed: Placed
+    old_log_probs: Tensor | None = None  # None: those of the update itself
 
 
 @dataclass(slots=True)
@@ -76,6 +99,7 @@ class UpdateStats:
     rollout_gap: float = 0.0  # largest |log-prob difference| between rollout and trainer
     grad_norm: float = 0.0  # mean over the updates, the same on all ranks
     lr: float = 0.0  # of the last update
+    replay: ReplayStats | None = None
 
     @classmethod
     def combined(cls, ranks: Sequence[UpdateStats]) -> UpdateStats:
@@ -89,6 +113,7 @@ class UpdateStats:
             rollout_gap=max(stats.rollout_gap for stats in ranks),
             grad_norm=ranks[0].grad_norm,
             lr=ranks[0].lr,
+            replay=ReplayStats.combined([stats.replay for stats in ranks if stats.replay]) if ranks[0].replay else None,
         )
 
 
@@ -102,8 +127,10 @@ class ActorWorker(Worker):
         self._tokenizer = load_tokenizer(settings.model_path)
         model = load_model(settings.model_path).train()  # checkpointing looks at the mode; there is no dropout
         self._shares_rows = keeps_samples_apart(model)
+        self._replay = self._open_replay(model)
         if settings.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            contexts = {"context_fn": self._replay.checkpoint_contexts} if self._replay else {}
+            model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
         self._model = LogProbModel(model)
         mesh = join_ranks(self.context, self._device, settings.collective_timeout_s)
         try:
@@ -118,24 +145,32 @@ class ActorWorker(Worker):
 
     def close(self) -> None:
         self.close_channel()
+        if self._replay is not None:
+            self._replay.close()
         dist.destroy_process_group()
 
     def shares_rows(self) -> bool:
         """Whether the model can take several samples in one row; micro-batches are planned accordingly."""
         return self._shares_rows
 
-    def update(self, mini_batches: Sequence[MiniBatch]) -> UpdateStats:
-        """Learn from one step's samples, one optimizer update per mini-batch."""
+    def update(self, mini_batches: Sequence[MiniBatch], step: int = 1) -> UpdateStats:
+        """Learn from the samples of a step, one optimizer update per mini-batch."""
         stats = UpdateStats()
-        packed = [[pack(micro, self._shares_rows) for micro in batch.micro_batches] for batch in mini_batches]
-        old: list[list[Tensor | None]] = [[None] * len(micros) for micros in packed]
-        if len(mini_batches) > 1:  # with a single update the old log-probs are the current ones
-            old = [[self._old_log_probs(micro) for micro in micros] for micros in packed]
-        for batch, micros, old_log_probs in zip(mini_batches, packed, old, strict=True):
-            for micro, before in zip(micros, old_log_probs, strict=True):
-                self._accumulate(micro, before, batch.num_tokens, stats)
+        work = [[self._laid_out(micro) for micro in batch.micro_batches] for batch in mini_batches]
+        if self._replay is not None:
+            self._replay.begin_step([item for micros in work for micro in micros for item in micro.placed.samples])
+        # With a single update the old log-probs are the current ones.
+        if len(mini_batches) > 1 or (self._replay is not None and self._replay.records):
+            for micro in (micro for micros in work for micro in micros):
+                self._compute_old_log_probs(micro)
+        if self._replay is not None:
+            self._look_at_replay(self._replay, work[0][0], step)
+        for batch, micros in zip(mini_batches, work, strict=True):
+            for micro in micros:
+                self._accumulate(micro, batch.num_tokens, stats)
             self._step(stats)
         stats.grad_norm /= len(mini_batches)
+        stats.replay = None if self._replay is None else self._replay.take_stats()
         return stats
 
     def publish(self, version: int, dtype: str | None = None) -> WeightUpdate:
@@ -209,20 +244,50 @@ class ActorWorker(Worker):
         """What besides weights makes a model that can be loaded; tensors that nobody learns are returned."""
         return save_rest(self._model.model, self._tokenizer, folder)
 
-    @torch.no_grad()
-    def _old_log_probs(self, micro: MicroBatch) -> Tensor:
-        log_probs, _ = self._forward(micro)
-        return log_probs
+    def _open_replay(self, model: Any) -> ReplaySession | None:
+        settings = self._settings.replay
+        if settings is None:
+            return None
+        ranks = {"rank": self.rank, "num_ranks": self.world_size}
+        return ReplaySession(model, self._tokenizer, settings, device=self._device, **ranks)
 
-    def _forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        log_probs, entropy = self._model(
-            *(torch.from_numpy(array).to(self._device) for array in _model_inputs(micro)), self._settings.temperature
+    def _laid_out(self, samples: list[TrainingSample]) -> _Micro:
+        packed = pack(samples, self._shares_rows)
+        label = f"rank {self.rank}, {f'from sample {samples[0].id} on' if samples else 'without samples'}"
+        return _Micro(packed, Placed(samples, packed.starts, packed.input_ids.size, label))
+
+    @torch.no_grad()
+    def _compute_old_log_probs(self, micro: _Micro) -> None:
+        replayed = nullcontext() if self._replay is None else self._replay.old_pass(micro.placed)
+        micro.old_log_probs, _ = self._forward(micro.packed, replayed)
+
+    @torch.no_grad()
+    def _look_at_replay(self, replay: ReplaySession, micro: _Micro, step: int) -> None:
+        """Now and then: how far the trainer is from the rollout with replay, and how far it would be without."""
+        replay.sync()
+        every = replay.settings.compare_every
+        if not every or (step - 1) % every:
+            return
+        written = torch.from_numpy(micro.packed.rollout_log_probs).to(self._device).double()
+        found, live = (
+            self._forward(micro.packed, replayed)[0].double()
+            for replayed in (replay.compared_pass(micro.placed), nullcontext())
         )
+        replay.count_compared(k3(written, found).sum().item(), k3(written, live).sum().item(), len(written))
+
+    def _forward(self, micro: MicroBatch, replayed: AbstractContextManager[Any]) -> tuple[Tensor, Tensor]:
+        with replayed:
+            log_probs, entropy = self._model(
+                *(torch.from_numpy(array).to(self._device) for array in _model_inputs(micro)),
+                self._settings.temperature,
+            )
         return log_probs, entropy
 
-    def _accumulate(self, micro: MicroBatch, before: Tensor | None, num_tokens: int, stats: UpdateStats) -> None:
-        log_probs, entropy = self._forward(micro)
-        old = log_probs.detach() if before is None else before
+    def _accumulate(self, work: _Micro, num_tokens: int, stats: UpdateStats) -> None:
+        micro = work.packed
+        replayed = nullcontext() if self._replay is None else self._replay.update_pass(work.placed)
+        log_probs, entropy = self._forward(micro, replayed)
+        old = log_probs.detach() if work.old_log_probs is None else work.old_log_probs
         advantages = torch.from_numpy(micro.advantages).to(self._device)
         losses, clipped = clipped_policy_loss(
             log_probs, old, advantages, self._settings.clip_low, self._settings.clip_high

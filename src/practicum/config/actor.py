@@ -1,0 +1,78 @@
+"""The `actor` and `algorithm` sections: how the model learns, and what from."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from practicum.config.base import Section
+
+ENGINES_WITH_ROUTES = ("native", "vllm")
+"""Rollout engines that can tell which experts they sent tokens to."""
+
+
+class RouterReplayConfig(Section):
+    mode: Literal["disabled", "R2", "R3"] = "disabled"
+    """Of a mixture of experts: whether its routers choose again in training what they chose before. R2: as the trainer
+    itself chose before the first update of a step, recorded on disk. R3: as the rollout engine chose when it wrote."""
+    record_file: str | None = Field(default=None, min_length=1)
+    """Where chosen experts are recorded, together with the samples; each further worker writes a file beside it. None:
+    with R2 routes.rec in the run folder, with R3 nowhere."""
+    replay_file: str | None = Field(default=None, min_length=1)
+    """A recording that is learnt from again, step by step: nothing is written or graded. Needs mode R2."""
+    compare_every: int = Field(default=20, ge=0)
+    """Steps between comparisons of KL(rollout‖trainer) with and without replay, on one micro-batch; 0: never."""
+
+    def check_engine(self, engine: str, asked: bool | None) -> None:
+        """Against the `rollout` section: its engine, and its name for R3."""
+        if asked is not None and asked != (self.mode == "R3"):
+            raise ValueError(
+                f"rollout.enable_rollout_routing_replay={str(asked).lower()} contradicts "
+                f"actor.router_replay.mode={self.mode}: leave it out, the mode decides for both ends"
+            )
+        if self.mode == "R3" and engine not in ENGINES_WITH_ROUTES:
+            raise ValueError(
+                f"actor.router_replay.mode=R3 needs an engine that records where it sends tokens, and "
+                f"rollout.engine={engine} does not: set it to {' or '.join(ENGINES_WITH_ROUTES)}, or the mode to R2"
+            )
+
+    @model_validator(mode="after")
+    def _files_and_mode(self) -> Self:
+        if self.mode == "disabled" and (self.record_file or self.replay_file):
+            raise ValueError("actor.router_replay: record_file and replay_file need a mode, R2 or R3")
+        if self.replay_file is not None and self.mode != "R2":
+            raise ValueError("actor.router_replay.replay_file needs mode R2: with R3 the rollout engine says where to")
+        if self.replay_file is not None and self.record_file is not None:
+            raise ValueError("actor.router_replay: a recording is replayed or made, not both: leave out record_file")
+        return self
+
+
+class ActorConfig(Section):
+    lr: float = Field(default=1e-6, gt=0)
+    """AdamW's learning rate."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls over the run, to zero at its end."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises to its full value."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's weight decay."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """A longer gradient is scaled down to this norm."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """How far below 1 the ratio of new to old probability may push."""
+    clip_high: float = Field(default=0.28, gt=0)
+    """How far above 1 it may push; more room upwards keeps rare good tokens alive (clip-higher)."""
+    mini_batches: int = Field(default=1, ge=1)
+    """Optimizer updates per step; the prompts of a step are divided evenly among them."""
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+    """Tokens in one forward and backward pass on one worker. Changes memory, never the gradient."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    router_replay: RouterReplayConfig = RouterReplayConfig()
+    """The same experts in rollout and training, or in all updates of a step."""
+
+
+class AlgorithmConfig(Section):
+    name: Literal["grpo"] = "grpo"
+    """How rewards become advantages. grpo: against the mean and deviation of the answers to the same prompt."""

@@ -1,0 +1,275 @@
+"""Router replay in training: what one rank records, and what it has its routers choose again.
+
+    R2   old log-probs ─ routers choose, recorded ─▶ file ─▶ every update of the step: they choose it again
+    R3   rollout ─ recorded in the samples ─▶ old log-probs and every update: they choose it again
+
+A recording of an earlier run may take the place of what R2 records. Nothing is kept from one step to the next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from practicum.errors import ReplayError
+from practicum.replay.format import RecordingHeader
+from practicum.replay.hooks import RouteRecorder, RouteReplayer, RouterShape, check_replayable, router_shape
+from practicum.replay.records import RecordedSample
+from practicum.replay.routes import decoded
+from practicum.replay.store import Recording, RouteWriter
+from practicum.types import RoutedExperts, Score, TrainingSample
+
+_PASSING = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+"""Of a model's config: what says nothing about where tokens go."""
+
+_NOT_GRADED = Score.failed("invalid", "it was not graded")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySettings:
+    """See the config for what each means."""
+
+    mode: Literal["R2", "R3"]
+    record_file: str | None = None
+    replay_file: str | None = None
+    compare_every: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The samples of a micro-batch, and where they stand in its flattened rows."""
+
+    samples: Sequence[TrainingSample]
+    starts: NDArray[np.int64]  # [samples], of their first tokens
+    num_positions: int  # padding included
+    label: str  # which micro-batch it is, for messages
+
+
+@dataclass(slots=True)
+class ReplayStats:
+    """What was seen in the updates of a step. A row is a token in one pass."""
+
+    layers: Sequence[int] = ()
+    differing: Sequence[float] = ()  # by layer, known rows that the live router would have sent elsewhere
+    num_known: int = 0
+    num_rows: int = 0
+    num_bytes: int = 0  # of records, as they were handed over
+    num_recorded: int = 0  # tokens of those
+    kl_with: float = 0.0  # sums over the tokens that were compared
+    kl_without: float = 0.0
+    num_compared: int = 0
+
+    @classmethod
+    def combined(cls, ranks: Sequence[ReplayStats]) -> ReplayStats:
+        """Over all ranks."""
+        whole = cls(ranks[0].layers, np.sum([stats.differing for stats in ranks], axis=0).tolist())
+        for name in ("num_known", "num_rows", "num_bytes", "num_recorded", "kl_with", "kl_without", "num_compared"):
+            setattr(whole, name, sum(getattr(stats, name) for stats in ranks))
+        return whole
+
+
+def model_fingerprint(config: Any) -> str:
+    """Of a transformers config: equal for models in which the same records make sense."""
+    told = {key: value for key, value in config.to_dict().items() if key not in _PASSING}
+    return f"{config.model_type}-{_hash(told)}"
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    return _hash(sorted(tokenizer.get_vocab().items()))
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def recording_header(model: Any, tokenizer: Any, rank: int = 0, num_ranks: int = 1) -> RecordingHeader:
+    """What recordings of this model begin with."""
+    shape = router_shape(model)
+    return RecordingHeader(
+        model=model_fingerprint(model.config),
+        layers=tuple(shape.layers.tolist()),
+        num_experts=shape.num_experts,
+        k=shape.k,
+        tokenizer=tokenizer_fingerprint(tokenizer),
+        rank=rank,
+        num_ranks=num_ranks,
+    )
+
+
+class ReplaySession:
+    """One rank's. `model` is not sharded yet: that its routers can be made to choose is tried out first."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        settings: ReplaySettings,
+        *,
+        device: torch.device,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
+        check_replayable(model)
+        self.settings = settings
+        self._model = model
+        self._device = device
+        self._replayer = RouteReplayer(model)
+        self._begin()
+        header = recording_header(model, tokenizer, rank, num_ranks)
+        self._writer: RouteWriter | None = None
+        self._reader: Recording | None = None
+        if settings.record_file is not None:
+            self._writer = RouteWriter(settings.record_file, header)
+            self._reader = Recording(settings.record_file, rank)
+        elif settings.replay_file is not None:
+            self._reader = Recording(settings.replay_file)
+            self._reader.check(header)
+
+    @property
+    def shape(self) -> RouterShape:
+        return self._replayer.shape
+
+    @property
+    def records(self) -> bool:
+        """Whether the old log-probs are computed for the sake of what the routers choose meanwhile."""
+        return self.settings.mode == "R2"
+
+    def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """For torch's checkpoints: a layer is recomputed with the experts it was computed with."""
+        return self._replayer.checkpoint_contexts()
+
+    def close(self) -> None:
+        self._replayer.close()
+        if self._writer is not None:
+            self._writer.close()
+        if self._reader is not None:
+            self._reader.close()
+
+    def old_pass(self, placed: Placed) -> AbstractContextManager[Any]:
+        """For the forward pass that computes old log-probs."""
+        if self.settings.mode == "R3":
+            return self._replaying(placed)
+        return nullcontext() if self.settings.replay_file else self._recording(placed)
+
+    @contextmanager
+    def update_pass(self, placed: Placed) -> Iterator[None]:
+        """For a forward pass that is learnt from; its backward pass may come after the block."""
+        with self._replaying(placed) as seen:
+            yield
+        num_known = int(seen.known.sum())
+        self._passes.append(seen.differing)
+        self._stats.num_known += num_known
+        self._stats.num_rows += sum(item.sample.num_tokens for item in placed.samples)
+
+    def compared_pass(self, placed: Placed) -> AbstractContextManager[Any]:
+        """For one that is only looked at."""
+        return self._replaying(placed)
+
+    def begin_step(self, samples: Sequence[TrainingSample]) -> None:
+        """Before the passes over these: with R3, what they bring along is written down if there is a file for it."""
+        if self.settings.mode != "R3":
+            return
+        there = [(item, item.sample.routes) for item in samples if item.sample.routes is not None]
+        self._count(sum(routes.num_bytes for _, routes in there), [item for item, _ in there])
+        if self._writer is not None and there:
+            self._write([item for item, _ in there], decoded([routes for _, routes in there]))
+
+    def sync(self) -> None:
+        """What was recorded is on disk after it."""
+        if self._writer is not None:
+            self._writer.sync()
+
+    def take_stats(self) -> ReplayStats:
+        """Of the updates since the last time."""
+        stats = self._stats
+        layers = self.shape.layers.tolist()
+        sums = torch.zeros(len(layers), device=self._device)
+        for differing in self._passes:
+            sums += torch.stack([differing[layer] for layer in layers])
+        stats.layers, stats.differing = layers, sums.tolist()
+        self._begin()
+        return stats
+
+    def count_compared(self, kl_with: float, kl_without: float, num_tokens: int) -> None:
+        self._stats.kl_with += kl_with
+        self._stats.kl_without += kl_without
+        self._stats.num_compared += num_tokens
+
+    def _begin(self) -> None:
+        self._stats = ReplayStats()
+        self._passes: list[dict[int, Tensor]] = []
+
+    def _count(self, num_bytes: int, samples: Sequence[TrainingSample]) -> None:
+        self._stats.num_bytes += num_bytes
+        self._stats.num_recorded += sum(item.sample.num_tokens for item in samples)
+
+    @contextmanager
+    def _recording(self, placed: Placed) -> Iterator[None]:
+        recorder = RouteRecorder(self._model)
+        try:
+            yield
+            experts = recorder.take()
+        finally:
+            recorder.close()
+        shape, routes = self.shape, []
+        for start, item in zip(placed.starts.tolist(), placed.samples, strict=True):
+            own = experts[start : start + item.sample.num_tokens]
+            routes.append(RoutedExperts(own, shape.layers, np.ones(len(own), np.bool_), shape.num_experts))
+        if routes:
+            self._count(self._write(placed.samples, routes), placed.samples)
+
+    def _write(self, samples: Sequence[TrainingSample], routes: Sequence[RoutedExperts]) -> int:
+        assert self._writer is not None
+        return self._writer.append(
+            RecordedSample(item.id, item.step, item.place, item, item.score or _NOT_GRADED, own)
+            for item, own in zip(samples, routes, strict=True)
+        )
+
+    def _replaying(self, placed: Placed) -> AbstractContextManager[Any]:
+        experts, known = laid_out(self._routes(placed), placed, self.shape)
+        return self._replayer.replaying(
+            torch.from_numpy(experts).to(self._device), torch.from_numpy(known).to(self._device), placed.label
+        )
+
+    def _routes(self, placed: Placed) -> list[RoutedExperts | None]:
+        if self.settings.mode == "R2":
+            assert self._reader is not None
+            self._reader.refresh()
+            return list(self._reader.routes([item.id for item in placed.samples]))
+        there = iter(decoded([item.sample.routes for item in placed.samples if item.sample.routes is not None]))
+        routes = [None if item.sample.routes is None else next(there) for item in placed.samples]
+        for item, own in zip(placed.samples, routes, strict=True):
+            if own is not None and not self._fits(own):
+                raise ReplayError(
+                    f"sample {item.id}: the rollout recorded {own.experts.shape[2]} of {own.num_experts} experts in "
+                    f"layers {own.layers.tolist()}, but the trainer's model routes to {self.shape.k} of "
+                    f"{self.shape.num_experts} in {self.shape.layers.tolist()}."
+                )
+        return routes
+
+    def _fits(self, routes: RoutedExperts) -> bool:
+        same_layers = np.array_equal(routes.layers, self.shape.layers)
+        return same_layers and (routes.num_experts, routes.experts.shape[2]) == (self.shape.num_experts, self.shape.k)
+
+
+def laid_out(
+    routes: Sequence[RoutedExperts | None], placed: Placed, shape: RouterShape
+) -> tuple[NDArray[np.integer[Any]], NDArray[np.bool_]]:
+    """Experts [layers, positions, k] and whether they are known [positions], as the micro-batch has its tokens."""
+    dtype = np.uint8 if shape.dtype is np.uint8 else np.int32  # torch computes little with uint16
+    experts = np.zeros((len(shape.layers), placed.num_positions, shape.k), dtype)
+    known = np.zeros(placed.num_positions, np.bool_)
+    for start, own in zip(placed.starts.tolist(), routes, strict=True):
+        if own is not None:
+            experts[:, start : start + len(own)] = own.experts.transpose(1, 0, 2)
+            known[start : start + len(own)] = own.known
+    return experts, known

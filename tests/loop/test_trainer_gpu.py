@@ -49,3 +49,22 @@ def test_a_resumed_run_goes_on(make_config: MakeConfig) -> None:
     reports = list(resumed.steps())
     assert reports[-1].number == 3
     assert all(report.kl < 1e-5 for report in reports)
+
+
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_are_replayed(make_config: MakeConfig, ray_session: None, mode: str, dtype: str) -> None:
+    config = make_config(
+        "trainer.device=cuda",
+        f"model.dtype={dtype}",
+        "controller.backend=ray",
+        "actor.mini_batches=2",
+        "actor.gradient_checkpointing=true",
+        f"actor.router_replay.mode={mode}",
+    )
+    reports = list(Trainer(config).steps())
+    for report in reports:
+        assert 0 <= report.metrics["replay/disagreement"] < 1
+        assert (report.metrics["replay/unknown_share"] == 0) == (mode == "R2")
+        assert report.kl < (1e-5 if dtype == "float32" else 1e-2)
+    assert reports[0].metrics["replay/kl_with"] <= reports[0].metrics["replay/kl_without"] + 1e-3

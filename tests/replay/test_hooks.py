@@ -53,9 +53,9 @@ def gradients(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def learn(model: Any) -> None:
-    logits = model(input_ids=TOKENS, use_cache=False).logits
-    nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()).backward()
+def learn(model: Any, tokens: Tensor = TOKENS) -> None:
+    logits = model(input_ids=tokens, use_cache=False).logits
+    nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
 
 @pytest.mark.parametrize(("family", "layers"), [(name, [1, 2] if name in ("deepseek_v3", "glm4_moe") else [0, 1, 2])

@@ -228,8 +228,9 @@ def check_replayable(model: Any) -> None:
         wanted.sort(axis=-1)
         experts = torch.from_numpy(np.ascontiguousarray(wanted.transpose(1, 0, 2)))
         known = torch.tensor([True] * 4 + [False])
-        with replayer.replaying(experts, known, "trying out replay"):
-            model(input_ids=tokens.to(model.device), use_cache=False)
+        device = model.device
+        with replayer.replaying(experts.to(device), known.to(device), "trying out replay"):
+            model(input_ids=tokens.to(device), use_cache=False)
         if not np.array_equal(recorder.take()[:4], wanted[:4]):
             raise ReplayError(f"{type(model).__name__} does not send tokens where its routers say. {_TURN_OFF}")
     finally:

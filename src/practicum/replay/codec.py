@@ -1,234 +1,335 @@
-"""Which k of E experts, in hardly more bits than there are possibilities.
+"""A recording of routing as bytes: near its entropy, and refused when spoilt.
 
-    experts [rows, k] ── sorted ─▶ the number of the combination, 0 ... C(E, k) - 1 ── so many bits each ─▶ bytes
+    experts [tokens, layers, k]
+       ├─ few combinations: the number of each row, a byte ── Huffman ─────────────────────┐
+       ├─ layers with even routing: the number of each row, so many bits ──────────────────┤
+       └─ layers with skewed routing: experts grouped by popularity                        ├─▶ form, body, check sum
+             ├─ the class of each row, a byte ── Huffman ──────────────────────────────────┤
+             └─ the number of each row within its class, so many bits ─────────────────────┘
 
-A sorted combination a < b < c ... has the number C(a, 1) + C(b, 2) + C(c, 3) + ..., and every number is that of one
-combination. The order in which a router names its experts is not kept: their weights are computed anew in replay.
-
-Numbers of more than 62 bits go in two words. Everything works on whole columns, in blocks that stay in the cache.
+Which layers are skewed is told from a sample of the tokens. Rows of all layers are coded together, so that there are
+many of each class. What each row takes: `combinations` for numbers of rows, `groups` for classes.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator
-from itertools import pairwise
-from typing import Any
+import struct
+import zlib
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from practicum.replay.bits import packed_size, slice_bits, unslice_bits
+from practicum.replay.combinations import BLOCK, Combinations, Ids, combinations_of, sort_columns
+from practicum.replay.groups import ANY, Groups, Word, group_sizes, most_groups
 from practicum.types import route_dtype
 
-Ids = NDArray[np.unsignedinteger[Any]]
-Mask = NDArray[np.bool_]
+__all__ = ["Combinations", "Ids", "combinations_of", "decode_routes", "encode_routes"]
 
-_BLOCK = 1 << 14  # rows
-_LOW_BITS = 48  # of a number in two words
-_MOST_BITS = 62 + _LOW_BITS
-_CELL_BITS = 8  # of the fraction of a float that find a place in the table of guesses
-_FRACTION_BITS = 52
-_ONE = 1023 << _CELL_BITS  # the cell of 1.0
+_EVEN, _FEW, _GROUPED = range(3)  # forms of a body
+_FEW_COMBINATIONS = 256  # those that a byte can number
+_SAMPLE_TOKENS = 512
+_LEAST_SAVING = 1.0  # bits a row, for classes to be worth their time
+_LEAST_SYMBOLS = 2048  # with a Huffman code of their own
+_MOST_CLASSES = 255
+_LEAST_ROWS = 1024  # of a class of its own, in a recording of many
+_LEAST_SHARE = 1 / 128  # of all rows, in a small one
+_MANY_ROWS = 1 << 20  # fill the classes of four groups: 1 % smaller than with three
+_CHECK_BYTES = 4
 
 
-class Combinations:
-    """Those of `k` among `num_experts`. Made once and kept: see `combinations_of`."""
+def encode_routes(experts: Ids, num_experts: int) -> bytes:
+    """Of [tokens, layers, k], ascending in each row. Raises ValueError for a row that is not k of the experts."""
+    num_tokens, num_layers, k = experts.shape
+    codec = combinations_of(num_experts, k)
+    experts = _checked(experts, num_experts)
+    form, body = _EVEN, b""
+    if codec.num <= _FEW_COMBINATIONS:
+        form, body = _FEW, _encode_few(experts, codec)
+    else:
+        skewed, popularity = _skewed_layers(experts, num_experts)
+        if skewed.any():
+            form, body = _GROUPED, _encode_grouped(experts, codec, skewed, popularity[skewed])
+    if form == _EVEN or len(body) > codec.size(num_tokens * num_layers):
+        form, body = _EVEN, codec.encode(experts.reshape(-1, k))
+    data = bytes([form]) + body
+    return data + zlib.crc32(data).to_bytes(_CHECK_BYTES, "little")
 
-    def __init__(self, num_experts: int, k: int) -> None:
-        if not 1 <= k <= num_experts <= 1 << 16:
-            raise ValueError(f"{k} of {num_experts} experts")
-        self.num_experts = num_experts
-        self.k = k
-        self.num = math.comb(num_experts, k)
-        self.bits = max(1, (self.num - 1).bit_length())
-        if self.bits > _MOST_BITS:
-            raise ValueError(f"{k} of {num_experts} experts have {self.num:.3g} combinations, too many to number")
-        whole = [[math.comb(expert, j + 1) for expert in range(num_experts + 1)] for j in range(k)]
-        self._in_two = self.bits > 62
-        mask = (1 << _LOW_BITS) - 1
-        if self._in_two:
-            self._high = np.array([[min(n >> _LOW_BITS, 1 << 62) for n in row] for row in whole], np.int64)
-            self._low = np.array([[n & mask for n in row] for row in whole], np.int64)
-        else:
-            self._low = np.array([[min(n, 1 << 62) for n in row] for row in whole], np.int64)
-        self._guesses = [_Guesses(row, least=j) for j, row in enumerate(whole)]
-        self._swaps = list(_sorting_network(k))
 
-    def encode(self, experts: Ids) -> bytes:
-        """Of [rows, k]. Raises ValueError for a row that is no combination."""
-        parts = [self._numbers(experts[start : start + _BLOCK], start) for start in range(0, len(experts), _BLOCK)]
-        words = zip(*parts, strict=True) if parts else [()] * len(self.widths)
-        return b"".join(
-            pack_bits(np.concatenate(word) if word else np.empty(0, np.int64), width)
-            for word, width in zip(words, self.widths, strict=True)
+def decode_routes(data: bytes | memoryview, num_tokens: int, num_layers: int, k: int, num_experts: int) -> Ids:
+    """[tokens, layers, k]. Raises ValueError for bytes that `encode_routes` cannot have made of such an array."""
+    view = memoryview(data)
+    body = view[1:-_CHECK_BYTES]
+    if len(view) <= _CHECK_BYTES or zlib.crc32(view[:-_CHECK_BYTES]) != int.from_bytes(view[-_CHECK_BYTES:], "little"):
+        raise ValueError(f"{len(view)} bytes of routes are spoilt: their check sum is not theirs")
+    codec = combinations_of(num_experts, k)
+    if view[0] == _FEW and codec.num <= _FEW_COMBINATIONS:
+        return _decode_few(body, codec, num_tokens, num_layers)
+    if view[0] == _GROUPED:
+        return _decode_grouped(body, codec, num_tokens, num_layers)
+    if view[0] == _EVEN:
+        return codec.decode(body, num_tokens * num_layers).reshape(num_tokens, num_layers, k)
+    raise ValueError(f"routes of form {view[0]} are not known for {k} of {num_experts} experts")
+
+
+def _checked(experts: Ids, num_experts: int) -> Ids:
+    """As the type of routes, in one piece."""
+    k = experts.shape[-1]
+    flat = np.ascontiguousarray(experts).reshape(-1)
+    for start in range(0, len(flat), k * BLOCK):
+        part = flat[start : start + k * BLOCK]
+        right = np.empty(len(part), np.bool_)
+        np.less(part[:-1], part[1:], out=right[:-1])
+        right[k - 1 :: k] = part[k - 1 :: k] < num_experts
+        if flat.dtype.kind != "u":
+            right[::k] &= part[::k] >= 0
+        if not right.all():
+            row = (start + int(right.argmin())) // k
+            token, layer = divmod(row, experts.shape[1])
+            named = flat[row * k : row * k + k].tolist()
+            raise ValueError(f"token {token}, layer {layer}: {named} are not {k} of {num_experts} experts, ascending")
+    return flat.astype(route_dtype(num_experts), copy=False).reshape(experts.shape)
+
+
+# Few combinations: the number of a row is a byte
+
+
+def _encode_few(experts: Ids, codec: Combinations) -> bytes:
+    num_tokens, num_layers, k = experts.shape
+    numbers = np.zeros(num_tokens * num_layers, np.uint8)
+    # What passes a byte is never added: no expert can be there.
+    tables = [codec.table(j).astype(np.uint8) for j in range(k)]
+    for start in range(0, len(numbers), BLOCK):
+        for column, table in zip(experts.reshape(-1, k)[start : start + BLOCK].T, tables, strict=True):
+            numbers[start : start + BLOCK] += table.take(column)
+    return _huffman(np.ascontiguousarray(numbers.reshape(num_tokens, num_layers).T))
+
+
+def _decode_few(body: memoryview, codec: Combinations, num_tokens: int, num_layers: int) -> Ids:
+    numbers = _unhuffman(body, num_layers * num_tokens).reshape(num_layers, num_tokens)
+    if numbers.size and numbers.max() >= codec.num:
+        raise ValueError("no row has such a number: the bytes are spoilt")
+    every = np.stack(codec.columns(np.arange(codec.num), codec.k), axis=1).astype(route_dtype(codec.num_experts))
+    return every.take(np.ascontiguousarray(numbers.T), axis=0)
+
+
+# Skewed layers: classes, and numbers within them
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What the rows of skewed layers were coded with."""
+
+    skewed: NDArray[np.bool_]  # [layers]
+    groups: Groups
+    keys: tuple[int, ...]  # of the classes from 1
+    group_of: NDArray[np.uint8]  # [skewed layers, experts]
+
+    def to_bytes(self) -> bytes:
+        sizes = np.array(self.groups.sizes, "<u4")
+        keys = np.array(self.keys, "<u2")
+        lengths = struct.pack("<BB", len(sizes), len(keys))
+        return b"".join([lengths, self.skewed.tobytes(), sizes.tobytes(), keys.tobytes(), self.group_of.tobytes()])
+
+    @classmethod
+    def from_bytes(cls, data: bytes, num_layers: int, num_experts: int, k: int) -> _Head:
+        reader = _Reader(memoryview(data))
+        num_groups, num_keys = reader.take(2)
+        flags = np.frombuffer(reader.take(num_layers), np.uint8)
+        sizes = np.frombuffer(reader.take(4 * num_groups), "<u4").tolist()
+        keys = np.frombuffer(reader.take(2 * num_keys), "<u2").tolist()
+        group_of = np.frombuffer(reader.rest(), np.uint8)
+        if (flags > 1).any() or group_of.size != flags.sum() * num_experts:
+            raise ValueError("the groups of experts are spoilt")
+        return cls(
+            flags.astype(np.bool_), Groups(num_experts, k, tuple(sizes)), tuple(keys), group_of.reshape(-1, num_experts)
         )
 
-    def decode(self, data: bytes | memoryview, num_rows: int) -> Ids:
-        """[rows, k], each row in ascending order. Raises ValueError for bytes that `encode` cannot have made."""
-        if len(data) != self.size(num_rows):
-            raise ValueError(f"{len(data)} bytes for {num_rows} rows, which take {self.size(num_rows)}")
-        view = memoryview(data)
-        words = []
-        for width in self.widths:
-            size = packed_size(num_rows, width)
-            words.append(unpack_bits(view[:size], num_rows, width))
-            view = view[size:]
-        found = np.empty((num_rows, self.k), route_dtype(self.num_experts))
-        for start in range(0, num_rows, _BLOCK):
-            self._experts([word[start : start + _BLOCK] for word in words], found[start : start + _BLOCK])
+    def popular_first(self) -> NDArray[np.int64]:
+        """[skewed layers, experts]: the experts by group."""
+        found = np.argsort(self.group_of, axis=1, kind="stable")
+        for groups in self.group_of:
+            if tuple(np.bincount(groups, minlength=len(self.groups.sizes))) != self.groups.sizes:
+                raise ValueError("the groups of a layer are not of the sizes of all")
         return found
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Bits of each word of a number."""
-        return (_LOW_BITS, self.bits - _LOW_BITS) if self._in_two else (self.bits,)
-
-    def size(self, num_rows: int) -> int:
-        """Bytes of so many rows."""
-        return sum(packed_size(num_rows, width) for width in self.widths)
-
-    def _numbers(self, experts: Ids, first: int) -> tuple[NDArray[np.int64], ...]:
-        columns = [np.ascontiguousarray(column) for column in experts.T]
-        for a, b in self._swaps:
-            columns[a], columns[b] = np.minimum(columns[a], columns[b]), np.maximum(columns[a], columns[b])
-        wrong = columns[-1] >= self.num_experts
-        for lower, upper in pairwise(columns):
-            wrong |= lower == upper
-        if wrong.any():
-            at = int(wrong.argmax())
-            named = experts[at].tolist()
-            raise ValueError(f"row {first + at}: {named} are not {self.k} of {self.num_experts} experts")
-        low = self._low[0].take(columns[0])
-        for column, table in zip(columns[1:], self._low[1:], strict=True):
-            low += table.take(column)
-        if not self._in_two:
-            return (low,)
-        high = self._high[0].take(columns[0])
-        for column, table in zip(columns[1:], self._high[1:], strict=True):
-            high += table.take(column)
-        high += low >> _LOW_BITS
-        return low & ((1 << _LOW_BITS) - 1), high
-
-    def _experts(self, words: list[NDArray[np.int64]], found: Ids) -> None:
-        """From the last expert down: the largest one whose own number is not above what is left."""
-        rest = [word.copy() for word in words]
-        if self._are_beyond(rest).any():
-            raise ValueError(f"no {self.k} of {self.num_experts} experts have such a number: the bytes are spoilt")
-        for j in reversed(range(self.k)):
-            expert = self._guesses[j](self._as_float(rest))
-            for _ in range(self._guesses[j].most_steps):
-                expert += self._reaches(j, expert + 1, rest)
-            self._subtract(j, expert, rest)
-            found[:, j] = expert
-
-    def _are_beyond(self, numbers: list[NDArray[np.int64]]) -> Mask:
-        if not self._in_two:
-            return numbers[0] >= self.num
-        high, low = divmod(self.num, 1 << _LOW_BITS)
-        beyond: Mask = (numbers[1] > high) | ((numbers[1] == high) & (numbers[0] >= low))
-        return beyond
-
-    def _as_float(self, rest: list[NDArray[np.int64]]) -> NDArray[np.float64]:
-        if not self._in_two:
-            return rest[0].astype(np.float64)
-        return rest[1].astype(np.float64) * float(1 << _LOW_BITS) + rest[0]
-
-    def _reaches(self, j: int, expert: NDArray[np.int64], rest: list[NDArray[np.int64]]) -> Mask:
-        """Whether what is left is at least the number of an expert there."""
-        reaches: Mask = self._low[j].take(expert) <= rest[0]
-        if self._in_two:
-            high = self._high[j].take(expert)
-            reaches = (high < rest[1]) | ((high == rest[1]) & reaches)
-        return reaches
-
-    def _subtract(self, j: int, expert: NDArray[np.int64], rest: list[NDArray[np.int64]]) -> None:
-        rest[0] -= self._low[j].take(expert)
-        if self._in_two:
-            rest[1] -= self._high[j].take(expert)
-            borrows = rest[0] < 0
-            rest[0] += borrows.astype(np.int64) << _LOW_BITS
-            rest[1] -= borrows
+    @staticmethod
+    def most_bytes(num_layers: int, num_experts: int) -> int:
+        return 2 + num_layers + 4 * 255 + 2 * 255 + num_layers * num_experts
 
 
-class _Guesses:
-    """For a number as a float: an expert that is not too large, and at most `most_steps` too small.
-
-    The first bits of a float, exponent and some of the fraction, name a cell of numbers that are nearly equal. The
-    smallest expert that can stand in this place is `least`.
-    """
-
-    def __init__(self, row: list[int], least: int) -> None:
-        num_cells = ((max(row[-2], 1)).bit_length() + 1) << _CELL_BITS
-        cells = np.arange(num_cells + 1, dtype=np.int64)
-        starts = ((cells + _ONE) << (_FRACTION_BITS - _CELL_BITS)).view(np.float64)
-        numbers = np.array([float(n) for n in row[:-1]])
-        # A little less than where the cell begins: numbers above 2^53 have been rounded, maybe up.
-        lowest = np.searchsorted(numbers, starts[:-1] - 1 - starts[:-1] * 2.0**-50, side="right") - 1
-        highest = np.searchsorted(numbers, starts[1:] - 1 + starts[1:] * 2.0**-50, side="right") - 1
-        self._table = np.maximum(lowest, least)
-        self.most_steps = int((np.maximum(highest, least) - self._table).max())
-
-    def __call__(self, numbers: NDArray[np.float64]) -> NDArray[np.int64]:
-        numbers += 1.0
-        cells = numbers.view(np.int64)
-        cells >>= _FRACTION_BITS - _CELL_BITS
-        cells -= _ONE
-        return self._table.take(cells)
+def _skewed_layers(experts: Ids, num_experts: int) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+    """Which layers are worth their groups, and how often a row has each expert, [layers, experts]."""
+    num_tokens, num_layers, k = experts.shape
+    sample = experts[:: max(1, num_tokens // _SAMPLE_TOKENS)]
+    places = sample + (np.arange(num_layers, dtype=np.int64) * num_experts)[:, None]
+    counts = np.bincount(places.reshape(-1), minlength=num_layers * num_experts).reshape(num_layers, num_experts)
+    popularity = counts / max(len(sample), 1)
+    # Bits a row that experts of their own popularity save over even ones, less what chance alone would show.
+    saving = (popularity * np.log2(np.maximum(popularity, 1e-9) * num_experts / k)).sum(axis=1)
+    saving -= num_experts / (2 * math.log(2) * max(len(sample), 1))
+    cost = 3 * num_experts / max(num_tokens, 1)  # of naming the group of each expert
+    return saving > _LEAST_SAVING + cost, popularity
 
 
-@functools.lru_cache(maxsize=32)
-def combinations_of(num_experts: int, k: int) -> Combinations:
-    return Combinations(num_experts, k)
+def _encode_grouped(
+    experts: Ids, codec: Combinations, skewed: NDArray[np.bool_], popularity: NDArray[np.float64]
+) -> bytes:
+    k = codec.k
+    groups, group_of = _choose_groups(popularity, k, len(popularity) * len(experts))
+    number_of = np.argsort(np.argsort(group_of, axis=1, kind="stable"), axis=1).astype(experts.dtype)
+    by_layer = np.empty((len(number_of), len(experts), k), experts.dtype)
+    for i, layer in enumerate(np.flatnonzero(skewed)):
+        _whole(by_layer)[i] = _whole(experts)[:, layer]
+        by_layer[i] = _renamed(by_layer[i], number_of[i])
+    rows = by_layer.reshape(-1, k)
+
+    row_keys, counts = groups.keys(rows)
+    keys, class_of = _choose_classes(groups, counts)
+    classes = np.concatenate([class_of.take(row_keys[at : at + BLOCK]) for at in range(0, len(rows), BLOCK)])
+    order = np.argsort(classes, kind="stable")
+    ends = np.cumsum(np.bincount(classes, minlength=len(keys) + 1)).tolist()
+    numbers = []
+    for key, start, end in zip(keys, ends[:-1], ends[1:], strict=True):
+        numbers.extend(_encode_class(groups, groups.words(key), rows.take(order[start:end], axis=0)))
+    head = zlib.compress(_Head(skewed, groups, keys, group_of).to_bytes(), level=1)
+    named = _huffman(classes.reshape(len(number_of), -1))
+    return b"".join(
+        [
+            struct.pack("<II", len(head), len(named)),
+            head,
+            named,
+            *numbers,
+            codec.encode(rows.take(order[: ends[ANY]], axis=0)),
+            codec.encode(experts[:, ~skewed].reshape(-1, k)),
+        ]
+    )
 
 
-def _sorting_network(size: int) -> Iterator[tuple[int, int]]:
-    """Which places to put in order, one pair after the other (Batcher's merge of odds and evens)."""
-    p = 1
-    while p < size:
-        q = p
-        while q:
-            for j in range(q % p, size - q, 2 * q):
-                for i in range(min(q, size - j - q)):
-                    if (i + j) // (2 * p) == (i + j + q) // (2 * p):
-                        yield i + j, i + j + q
-            q //= 2
-        p *= 2
+def _choose_groups(popularity: NDArray[np.float64], k: int, num_rows: int) -> tuple[Groups, NDArray[np.uint8]]:
+    """Of one set of sizes for all layers, and the group of each expert, [layers, experts]."""
+    wanted = min(4 if num_rows >= _MANY_ROWS else 3, most_groups(k))
+    sizes = group_sizes(np.sort(popularity, axis=1)[:, ::-1].mean(axis=0), wanted)
+    by_rank = np.repeat(np.arange(len(sizes), dtype=np.uint8), sizes)
+    group_of = np.empty(popularity.shape, np.uint8)
+    np.put_along_axis(group_of, np.argsort(-popularity, axis=1, kind="stable"), by_rank[None], axis=1)
+    return Groups(popularity.shape[1], k, sizes), group_of
 
 
-# Numbers of some bits each, end to end
+def _choose_classes(groups: Groups, counts: NDArray[np.int64]) -> tuple[tuple[int, ...], NDArray[np.uint8]]:
+    """The keys that get a class of their own, and the class of every key."""
+    least = min(_LEAST_ROWS, _LEAST_SHARE * counts.sum())
+    often = [key for key in np.argsort(-counts, kind="stable").tolist() if counts[key] >= max(least, 1)]
+    keys = tuple(key for key in often if groups.can_number(key))[:_MOST_CLASSES]
+    class_of = np.full(len(counts), ANY, np.uint8)
+    class_of[list(keys)] = np.arange(1, len(keys) + 1)
+    return keys, class_of
 
 
-def packed_size(num: int, bits: int) -> int:
-    return -(-num * bits // 8)
+def _encode_class(groups: Groups, words: tuple[Word, ...], rows: Ids) -> list[bytes]:
+    numbers = np.empty((len(words), len(rows)), np.int64)
+    for start in range(0, len(rows), BLOCK):
+        columns = sort_columns(rows[start : start + BLOCK])
+        for number, word in zip(numbers, words, strict=True):
+            groups.number(word, columns, number[start : start + BLOCK])
+    return [slice_bits(number, word.bits) for number, word in zip(numbers, words, strict=True)]
 
 
-def pack_bits(numbers: NDArray[np.int64], bits: int) -> bytes:
-    """64 numbers fill `bits` words exactly: so the i-th of every 64 goes to the same place, for all at once."""
-    groups = -(-len(numbers) // 64)
-    whole = np.zeros(groups * 64, np.uint64)
-    whole[: len(numbers)] = numbers.view(np.uint64)
-    columns = np.ascontiguousarray(whole.reshape(groups, 64).T)
-    words = np.zeros((bits, groups), np.uint64)
-    for i, column in enumerate(columns):
-        word, shift = divmod(i * bits, 64)
-        words[word] |= column << np.uint64(shift)
-        if shift + bits > 64:
-            words[word + 1] |= column >> np.uint64(64 - shift)
-    return np.ascontiguousarray(words.T).astype("<u8", copy=False).tobytes()[: packed_size(len(numbers), bits)]
+def _decode_grouped(body: memoryview, codec: Combinations, num_tokens: int, num_layers: int) -> Ids:
+    k, num_experts = codec.k, codec.num_experts
+    reader = _Reader(body)
+    head_size, named_size = struct.unpack("<II", reader.take(8))
+    most = _Head.most_bytes(num_layers, num_experts)
+    head = _Head.from_bytes(_inflate(reader.take(head_size), most, zlib.MAX_WBITS), num_layers, num_experts, k)
+    popular_first = head.popular_first().astype(route_dtype(num_experts))
+    num_skewed = len(popular_first)
+    classes = _unhuffman(reader.take(named_size), num_skewed * num_tokens)
+    counts = np.bincount(classes, minlength=len(head.keys) + 1).tolist()
+    if len(counts) > len(head.keys) + 1:
+        raise ValueError("a row has a class that is not known: the bytes are spoilt")
+    rows: Ids = np.empty((len(classes), k), route_dtype(num_experts))
+    at = counts[ANY]
+    for key, count in zip(head.keys, counts[1:], strict=True):
+        _decode_class(head.groups, head.groups.words(key), reader, rows[at : at + count])
+        at += count
+    rows[: counts[ANY]] = codec.decode(reader.take(codec.size(counts[ANY])), counts[ANY])
+    num_even = (num_layers - num_skewed) * num_tokens
+    even = codec.decode(reader.rest(), num_even)
+
+    by_layer = np.empty((num_skewed, num_tokens, k), rows.dtype)
+    np.put(_whole(by_layer), np.argsort(classes, kind="stable"), _whole(rows))
+    found: Ids = np.empty((num_tokens, num_layers, k), rows.dtype)
+    found[:, ~head.skewed] = even.reshape(num_tokens, -1, k)
+    for i, layer in enumerate(np.flatnonzero(head.skewed)):
+        for start in range(0, num_tokens, BLOCK):
+            columns = sort_columns(_renamed(by_layer[i, start : start + BLOCK], popular_first[i]))
+            _whole(found)[start : start + BLOCK, layer] = _whole(np.stack(columns, axis=1))
+    return found
 
 
-def unpack_bits(data: memoryview, num: int, bits: int) -> NDArray[np.int64]:
-    groups = -(-num // 64)
-    filled = np.zeros(groups * bits, "<u8")
-    filled.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
-    words = np.ascontiguousarray(filled.reshape(groups, bits).T.astype(np.uint64, copy=False))
-    numbers = np.empty((64, groups), np.uint64)
-    mask = np.uint64((1 << bits) - 1)
-    for i in range(64):
-        word, shift = divmod(i * bits, 64)
-        numbers[i] = words[word] >> np.uint64(shift)
-        if shift + bits > 64:
-            numbers[i] |= words[word + 1] << np.uint64(64 - shift)
-        numbers[i] &= mask
-    return np.ascontiguousarray(numbers.T).reshape(-1)[:num].view(np.int64)
+def _whole(rows: Ids) -> NDArray[np.void]:
+    """Of [..., k]: each row as one item, which is moved at once and not expert by expert."""
+    return rows.view(f"V{rows.shape[-1] * rows.itemsize}")[..., 0]
+
+
+def _renamed(rows: Ids, names: Ids) -> Ids:
+    if names.dtype == np.uint8:  # twice as quick as `take`, which makes indices of 8 bytes first
+        table = names.tobytes().ljust(256, b"\0")
+        return np.frombuffer(rows.tobytes().translate(table), np.uint8).reshape(rows.shape)
+    return names.take(rows)
+
+
+def _decode_class(groups: Groups, words: tuple[Word, ...], reader: _Reader, found: Ids) -> None:
+    numbers = [unslice_bits(reader.take(packed_size(len(found), word.bits)), len(found), word.bits) for word in words]
+    for start in range(0, len(found), BLOCK):
+        block = found[start : start + BLOCK]
+        columns = np.empty((groups.k, len(block)), found.dtype)
+        for number, word in zip(numbers, words, strict=True):
+            groups.columns(word, number[start : start + BLOCK], columns)
+        block[:] = columns.T
+
+
+class _Reader:
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+
+    def take(self, size: int) -> memoryview:
+        if size > len(self._data):
+            raise ValueError(f"{size} more bytes should follow, there are {len(self._data)}")
+        taken, self._data = self._data[:size], self._data[size:]
+        return taken
+
+    def rest(self) -> memoryview:
+        return self.take(len(self._data))
+
+
+def _huffman(symbols: NDArray[np.uint8]) -> bytes:
+    """Of [layers, rows]. Layers have codes of their own if there are enough rows to pay for their tables."""
+    packer = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, 9, zlib.Z_HUFFMAN_ONLY)
+    together = max(1, _LEAST_SYMBOLS // max(symbols.shape[1], 1))
+    found = []
+    for first in range(0, len(symbols), together):
+        found += [packer.compress(symbols[first : first + together].data), packer.flush(zlib.Z_BLOCK)]
+    return b"".join([*found, packer.flush()])
+
+
+def _unhuffman(data: memoryview, num: int) -> NDArray[np.uint8]:
+    if num > 8 * len(data):  # a symbol has a bit at least
+        raise ValueError(f"{len(data)} bytes cannot name {num} rows")
+    symbols = np.frombuffer(_inflate(data, num, -zlib.MAX_WBITS), np.uint8)
+    if len(symbols) != num:
+        raise ValueError(f"{len(symbols)} rows are named, not {num}")
+    return symbols
+
+
+def _inflate(data: memoryview, most: int, window: int) -> bytes:
+    unpacker = zlib.decompressobj(window)
+    try:
+        found = unpacker.decompress(data, most + 1)
+    except zlib.error as error:
+        raise ValueError(f"the bytes are spoilt: {error}") from error
+    if not unpacker.eof or unpacker.unused_data:
+        raise ValueError("the bytes are spoilt: they end too early or too late")
+    return found

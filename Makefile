@@ -20,7 +20,8 @@ demo: setup
 	$(BIN)/practicum demo
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile || { echo "What failed beside other tests is run again by itself."; \
+		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none; }
 
 lint: setup
 	$(BIN)/ruff check .

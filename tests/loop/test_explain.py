@@ -41,3 +41,12 @@ def test_it_tells_where_writers_live(make_config: Callable[..., Config]) -> None
 def test_parameters_are_counted_without_loading(make_config: Callable[..., Config]) -> None:
     path = make_config().model.path
     assert count_parameters(load_config(path)) == sum(p.numel() for p in load_model(path).parameters())
+
+
+def test_it_tells_whose_experts_are_replayed_and_what_that_takes(make_config: Callable[..., Config]) -> None:
+    assert "# router replay" not in explanation(make_config())
+    rollout = explanation(make_config("actor.router_replay.mode=R3"))
+    assert "R3: those of the native engine; 2 of 8 experts in 2 layers" in rollout
+    assert "about 1.2 bytes a token" in rollout and "recorded in" not in rollout
+    own = explanation(make_config("actor.router_replay.mode=R2"))
+    assert "R2: the trainer's own" in own and "routes.rec" in own

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from practicum.config import Config
 from practicum.loop.trainer import Trainer
-from practicum.models import count_weights, load_config, num_cores, resolve_device
+from practicum.models import count_weights, empty_model, load_config, num_cores, resolve_device
+from practicum.replay import router_shape
 
 _GIB = 2**30
 _FLOAT32 = 4
@@ -19,6 +21,7 @@ def explanation(config: Config) -> str:
         ("config", config.to_yaml().rstrip()),
         ("placement", _placement(config)),
         ("reward", str(trainer.rubric)),
+        *([("router replay", _replay(config))] if config.actor.router_replay.mode != "disabled" else []),
         ("batch algebra", config.batch_algebra().replace("; ", "\n")),
         ("memory per worker (estimate)", _memory(config)),
     ]
@@ -76,6 +79,23 @@ def _models(config: Config) -> list[str]:
         return []
     where = "in the same pool, asleep but for scoring" if model.placement == "colocated" else "on places of their own"
     return [f"models:   {model.replicas} replicas of {model.path}, {where}; a router in front"]
+
+
+def _replay(config: Config) -> str:
+    shape = router_shape(empty_model(load_config(config.model.path)))
+    mode, num_layers = config.actor.router_replay.mode, len(shape.layers)
+    size = math.log2(math.comb(shape.num_experts, shape.k)) * num_layers / 8
+    most = config.samples_per_step * config.max_sequence_tokens * size
+    sources = {"R2": "the trainer's own, of its old log-probs", "R3": f"those of the {config.rollout.engine} engine"}
+    source = f"the recording {config.actor.router_replay.replay_file}"
+    return "\n".join(
+        [
+            f"{mode}: {source if config.actor.router_replay.replay_file else sources[mode]}; {shape.k} of "
+            f"{shape.num_experts} experts in {num_layers} layers",
+            f"about {size:.1f} bytes a token, at most {most / 1e6:,.1f} MB a step"
+            + (f", recorded in {config.record_file}" if config.record_file else ""),
+        ]
+    )
 
 
 def _memory(config: Config) -> str:

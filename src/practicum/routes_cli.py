@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -212,16 +212,15 @@ def _difference_chart(header: RecordingHeader, found: Difference) -> Table:
 
 
 def _judgement(verdict: Verdict) -> list[str]:
-    held = f"{verdict.num_samples:,} records in {verdict.num_chunks} chunks, {_bytes(verdict.num_bytes)}"
+    held = f"{verdict.num_samples:,} records in {verdict.num_chunks} chunks"
     if verdict.is_whole:
-        lines = [f"{verdict.path}: whole: {held}"]
+        lines = [f"{verdict.path}: whole: {held}, {_bytes(verdict.num_bytes)}"]
+    elif not verdict.num_bytes:
+        lines = [f"{verdict.path}: SPOILT: {verdict.problems[0].reason}"]
     else:
         lost = sum(problem.num_bytes for problem in verdict.problems)
-        lines = [f"{verdict.path}: SPOILT: {lost:,} bytes cannot be used; whole are {held.partition(',')[0]}"]
-        lines += [
-            f"  at byte {problem.offset:,} ({problem.num_bytes:,} bytes): {problem.reason}"
-            for problem in verdict.problems
-        ]
+        lines = [f"{verdict.path}: SPOILT: {lost:,} of {verdict.num_bytes:,} bytes cannot be used; whole are {held}"]
+        lines += [f"  at byte {one.offset:,} ({one.num_bytes:,} bytes): {one.reason}" for one in verdict.problems]
     if verdict.unfinished:
         lines.append(f"  {verdict.unfinished:,} bytes at the end are of an unfinished chunk: being written, or cut off")
     return lines
@@ -239,7 +238,7 @@ def _some(ids: list[str]) -> str:
 
 
 def _bytes(num: int) -> str:
-    size: Any = float(num)
+    size = float(num)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
             break

@@ -32,7 +32,7 @@ CHUNK_MAGIC = b"\xf1chunk\r\n"
 _CHUNK_HEAD = struct.Struct("<8sQQQIII")  # see ChunkHead
 CHUNK_HEAD_BYTES = _CHUNK_HEAD.size + _CHECKSUM.size
 
-PLAIN, DEFLATED, COMBINATIONS = 0, 1, 2  # how a section is coded
+PLAIN, DEFLATED, CODED_ROUTES = 0, 1, 2  # how a section is coded
 
 
 class Spoilt(ValueError):

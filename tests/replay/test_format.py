@@ -4,6 +4,7 @@ import json
 import struct
 import zlib
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -103,6 +104,14 @@ def test_no_bit_of_head_or_index_can_flip_unseen() -> None:
         with pytest.raises(Spoilt):
             found = read_chunk_head(bytes(spoilt[:CHUNK_HEAD_BYTES]), 100)
             read_chunk(found, bytes(spoilt[CHUNK_HEAD_BYTES:][: found.index_bytes]))
+
+
+@pytest.mark.parametrize("length", [-1, 2.5, "5", None])
+def test_lengths_that_cannot_be_are_refused_though_the_checksum_is_right(length: Any) -> None:
+    data = chunk_bytes(0, 0, 0, [SampleEntry("a", 1, 0, 3, length)], [])
+    head = read_chunk_head(data[:CHUNK_HEAD_BYTES], 0)
+    with pytest.raises(Spoilt, match="impossible lengths"):
+        read_chunk(head, data[CHUNK_HEAD_BYTES:])
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,8 @@ def read_chunk(head: ChunkHead, index: bytes) -> Chunk:
             start += size
     except (ValueError, TypeError, KeyError) as error:
         raise Spoilt(f"its index makes no sense ({error})") from error
-    if start != head.payload_bytes:
-        raise Spoilt(f"its sections take {start} bytes of {head.payload_bytes}")
+    lengths = [n for entry in samples for n in (entry.num_prompt, entry.num_answer)]
+    lengths += [n for section in sections.values() for n in (section.size, section.raw_size)]
+    if not all(type(n) is int and n >= 0 for n in lengths) or start != head.payload_bytes:
+        raise Spoilt("its index makes no sense (impossible lengths)")
     return Chunk(head, samples, sections)

@@ -30,7 +30,9 @@ ALLOWED: dict[str, set[str]] = {
     "loop": BASE | {"models", "controller", "algo", "data", "weights", "rollout", "reward", "train", "replay"},
     "demo": BASE | {"models", "loop"},
     "__main__": {"cli"},
-    "cli": BASE | {"loop", "demo", "reward", "rollout"},
+    "messages": {"errors"},
+    "routes_cli": BASE | {"messages", "replay"},
+    "cli": BASE | {"messages", "routes_cli", "loop", "demo", "reward", "rollout"},
     "__init__": BASE | {"loop"},
 }
 

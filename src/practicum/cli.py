@@ -1,19 +1,17 @@
-"""The command line: `practicum demo | train | serve | router | explain`. Heavy imports wait for whom they are for."""
+"""The command line: `practicum demo | train | serve | router | routes | explain`. Heavy imports wait until needed."""
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from practicum.errors import ConfigError, PracticumError, WorkerError
+from practicum import routes_cli
+from practicum.errors import ConfigError
+from practicum.messages import Debug, errors_as_messages
 
 if TYPE_CHECKING:
     from practicum.config import Config
@@ -24,14 +22,12 @@ app = typer.Typer(
     help="Reinforcement-learning post-training for language models, from a laptop to a Ray cluster.",
     pretty_exceptions_enable=False,
 )
+app.add_typer(routes_cli.app, name="routes")
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML config.", metavar="CONFIG")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Overrides such as actor.lr=5e-7.", metavar="[KEY=VALUE]...")
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-
-USER_ERROR, WORKER_ERROR = 2, 1
 
 
 @app.command()
@@ -41,7 +37,7 @@ def demo(
     debug: Debug = False,
 ) -> None:
     """Two minutes, no GPU: a tiny mixture-of-experts model learns to add."""
-    with _errors_as_messages(debug):
+    with errors_as_messages(debug):
         from rich.console import Console
 
         from practicum.demo.run import prepare
@@ -65,7 +61,7 @@ def demo(
 @app.command()
 def train(config_file: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
     """Train a model as the config says. `resume=auto` continues a run where it stopped."""
-    with _errors_as_messages(debug):
+    with errors_as_messages(debug):
         from rich.console import Console
 
         from practicum.config import Config
@@ -77,7 +73,7 @@ def train(config_file: ConfigFile, overrides: Overrides = None, debug: Debug = F
 @app.command()
 def explain(config_file: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
     """Print the resolved config, the placement, the batch algebra and a memory estimate. Starts nothing."""
-    with _errors_as_messages(debug):
+    with errors_as_messages(debug):
         from practicum.config import Config
         from practicum.loop.explain import explanation
 
@@ -107,7 +103,7 @@ def router(
     debug: Debug = False,
 ) -> None:
     """One HTTP address in front of many workers. Stops by finishing what it has begun."""
-    with _errors_as_messages(debug, interrupted="stopped."):
+    with errors_as_messages(debug, interrupted="stopped."):
         from practicum.reward.router import Router
         from practicum.reward.router.settings import parse_settings
 
@@ -144,7 +140,7 @@ def serve(
     debug: Debug = False,
 ) -> None:
     """A model behind HTTP, as OpenAI's clients ask it. Stops by finishing what it has begun."""
-    with _errors_as_messages(debug, interrupted="stopped."):
+    with errors_as_messages(debug, interrupted="stopped."):
         token = _token_from(token_env)
         from practicum.config import RolloutConfig
         from practicum.rollout.serving.launch import service_of
@@ -181,42 +177,6 @@ def _run(config: Config, console: Any, title: str) -> None:
     summary = write_summary(run_dir)
     report = write_report(run_dir, summary, title)
     print_ending(console, run_dir, summary, report)
-
-
-@contextmanager
-def _errors_as_messages(
-    debug: bool, interrupted: str = "interrupted. resume=auto goes on from the newest checkpoint."
-) -> Iterator[None]:
-    """An error made on purpose is a paragraph and an exit code; anything else is a bug and keeps its traceback."""
-    signal.signal(signal.SIGTERM, _terminated)  # so that `finally` blocks run and no worker is left behind
-    try:
-        yield
-    except (KeyboardInterrupt, _Terminated) as error:
-        code = 130 if isinstance(error, KeyboardInterrupt) else 143
-        _fail(interrupted, code)
-    except PracticumError as error:
-        if debug:
-            traceback.print_exc()
-            if isinstance(error, WorkerError) and error.remote_traceback:
-                typer.echo(f"\non the worker:\n{error.remote_traceback}", err=True)
-        cause = error.cause if isinstance(error, WorkerError) else error
-        if isinstance(cause, PracticumError):
-            _fail(str(cause), USER_ERROR)
-        hint = "" if debug else "\nresume=auto goes on from the newest checkpoint; --debug shows the traceback."
-        _fail(f"{error}{hint}", WORKER_ERROR)
-
-
-class _Terminated(BaseException):
-    """SIGTERM arrived. Like KeyboardInterrupt no Exception, so that nobody takes it for a failure of theirs."""
-
-
-def _terminated(number: int, frame: object) -> NoReturn:
-    raise _Terminated
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    typer.echo(f"error: {message}", err=True)
-    raise typer.Exit(code)
 
 
 def main() -> None:

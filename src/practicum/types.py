@@ -348,7 +348,7 @@ class TrainingSample:
     @property
     def id(self) -> str:
         """Its own in a run."""
-        return f"{self.step}/{self.place}/{self.sample.prompt.id}"
+        return f"{self.step}/{self.place}"
 
     def __post_init__(self) -> None:
         if len(self.advantages) != len(self.sample.token_ids):

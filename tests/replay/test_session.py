@@ -92,7 +92,7 @@ def test_with_r2_the_trainers_own_choice_is_recorded_and_chosen_again(folder: Pa
 def test_a_sample_that_was_never_recorded_is_named(folder: Path, tmp_path: Path) -> None:
     model, session = opened(folder, ReplaySettings("R2", record_file=str(tmp_path / "routes.rec")))
     chosen(model, session.old_pass, SAMPLES[:2])
-    with pytest.raises(ReplayError, match=r"sample 4/3/prompt-3 is not in .*routes\.rec"):
+    with pytest.raises(ReplayError, match=r"sample 4/3 is not in .*routes\.rec"):
         chosen(model, session.update_pass, [SAMPLES[3]])
     session.close()
 

@@ -151,7 +151,7 @@ def test_routes_that_do_not_fit_are_refused_by_sample(tmp_path: Path, record: Re
         good = make_record("good")
         twice = make_record("bad")
         twice.routes.experts[1, 1] = 3
-        with pytest.raises(ReplayError, match=r"samples bad to bad: row 4: \[3, 3\] are not 2 of 8 experts"):
+        with pytest.raises(ReplayError, match=r"samples bad to bad: .*\[3, 3\] are not 2 of 8 experts"):
             writer.append([twice])
         writer.append([good])
     with Recording(tmp_path / "routes") as recording:

@@ -79,26 +79,27 @@ class ChunkFile:
         return new
 
     def section(self, chunk: Chunk, name: str) -> bytes:
-        """Its coded bytes, with the right checksum."""
+        """Its coded bytes; `Spoilt` if their checksum is wrong."""
         section = chunk.sections.get(name)
         if section is None:
-            raise self.spoilt(chunk, f"there is no section {name!r}")
+            raise Spoilt(f"there is no section {name!r}")
         data = self._read(chunk.payload_offset + section.start, section.size)
         if len(data) != section.size or zlib.crc32(data) != section.checksum:
-            raise self.spoilt(chunk, f"the section {name!r} has the wrong checksum")
+            raise Spoilt(f"the section {name!r} has the wrong checksum")
         return data
 
-    def spoilt(self, chunk: Chunk, reason: str) -> ReplayError:
+    def error(self, chunk: Chunk, reason: Spoilt) -> ReplayError:
+        """What to raise for a reader."""
         where = f"{self.path}: chunk {chunk.head.number}, at byte {chunk.head.offset}"
         return ReplayError(f"{where}, is spoilt: {reason}. `practicum routes verify` tells what is whole.")
 
     def _read_header(self) -> tuple[RecordingHeader, int]:
         try:
             found = read_header(self._read(0, MOST_HEADER_BYTES + CHUNK_HEAD_BYTES))
+            if found is None:
+                raise Spoilt("it ends before its header does")
         except Spoilt as error:
             raise ReplayError(f"{self.path} cannot be used: {error}.") from error
-        if found is None:
-            raise ReplayError(f"{self.path} cannot be used: it ends before its header does.")
         return found
 
     def _head_at(self, at: int, file_size: int) -> ChunkHead | None:

@@ -32,7 +32,7 @@ CHUNK_MAGIC = b"\xf1chunk\r\n"
 _CHUNK_HEAD = struct.Struct("<8sQQQIII")  # see ChunkHead
 CHUNK_HEAD_BYTES = _CHUNK_HEAD.size + _CHECKSUM.size
 
-PLAIN, DEFLATED, COMBINATIONS = 0, 1, 2  # how a section is coded
+PLAIN, DEFLATED, CODED_ROUTES = 0, 1, 2  # how a section is coded
 
 
 class Spoilt(ValueError):
@@ -239,6 +239,8 @@ def read_chunk(head: ChunkHead, index: bytes) -> Chunk:
             start += size
     except (ValueError, TypeError, KeyError) as error:
         raise Spoilt(f"its index makes no sense ({error})") from error
-    if start != head.payload_bytes:
-        raise Spoilt(f"its sections take {start} bytes of {head.payload_bytes}")
+    lengths = [n for entry in samples for n in (entry.num_prompt, entry.num_answer)]
+    lengths += [n for section in sections.values() for n in (section.size, section.raw_size)]
+    if not all(type(n) is int and n >= 0 for n in lengths) or start != head.payload_bytes:
+        raise Spoilt("its index makes no sense (impossible lengths)")
     return Chunk(head, samples, sections)

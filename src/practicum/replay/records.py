@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from practicum.errors import ReplayError
-from practicum.replay.codec import Ids, combinations_of
+from practicum.replay.codec import decode_routes, encode_routes
+from practicum.replay.combinations import Ids
 from practicum.replay.format import (
-    COMBINATIONS,
+    CODED_ROUTES,
     Chunk,
     RecordingHeader,
     SampleEntry,
@@ -178,16 +179,14 @@ def _array(training: TrainingSample, name: str) -> NDArray[Any]:
 
 def _coded_routes(experts: Ids, header: RecordingHeader) -> tuple[int, int, bytes]:
     """Coding, size before and bytes."""
-    code = combinations_of(header.num_experts, header.k).encode(experts.reshape(-1, header.k))
-    return COMBINATIONS, experts.nbytes, code
+    return CODED_ROUTES, experts.nbytes, encode_routes(experts, header.num_experts)
 
 
 def _decoded_routes(coded: bytes, section: Section, chunk: Chunk, header: RecordingHeader) -> Ids:
-    if section.coding != COMBINATIONS:
+    if section.coding != CODED_ROUTES:
         raise Spoilt(f"its routes have the coding {section.coding}, which is unknown")
-    shape = (chunk.num_tokens, len(header.layers), header.k)
     try:
-        return combinations_of(header.num_experts, header.k).decode(coded, shape[0] * shape[1]).reshape(shape)
+        return decode_routes(coded, chunk.num_tokens, len(header.layers), header.k, header.num_experts)
     except ValueError as error:
         raise Spoilt(str(error)) from error
 

@@ -208,6 +208,11 @@ class Recording:
         return [id for step in self.steps for id in self._by_step()[step]]
 
     @property
+    def ids_on_disk(self) -> list[str]:
+        """As they stand in the files: the order in which to read all of them."""
+        return sorted(self._places, key=lambda id: (self._places[id].file, self._places[id].chunk.head.offset))
+
+    @property
     def steps(self) -> list[int]:
         return sorted(self._by_step())
 
@@ -226,7 +231,7 @@ class Recording:
         try:
             return self._chunk(place).sample(place.i)
         except Spoilt as error:
-            raise self.files[place.file].spoilt(place.chunk, str(error)) from error
+            raise self.files[place.file].error(place.chunk, error) from error
 
     def samples(self, step: int) -> list[RecordedSample]:
         """Those of a step, in the order of its batch."""
@@ -317,7 +322,7 @@ class Recording:
         try:
             return self._chunk(place).routes(place.i)
         except Spoilt as error:
-            raise self.files[place.file].spoilt(place.chunk, str(error)) from error
+            raise self.files[place.file].error(place.chunk, error) from error
 
     def _chunk(self, place: _Place) -> OpenChunk:
         key = (place.file, place.chunk.head.offset)

@@ -1,0 +1,255 @@
+"""What recordings hold, how they differ and whether they are whole: the numbers behind `practicum routes`."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from practicum.errors import ReplayError
+from practicum.replay.chunks import ChunkFile
+from practicum.replay.format import RecordingHeader, Spoilt
+from practicum.replay.records import OpenChunk
+from practicum.replay.store import Recording, rank_path
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Bytes per token of the routes alone, as they could be and as they are written."""
+
+    int32: float
+    array: float  # in the dtype of the number of experts
+    bound: float  # log2 C(E, k) bits a row: no code for random routing takes less
+    routes: float
+    everything: float  # the whole files
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A recording as a whole. Counts are of samples as they stand: what was replaced is only part of the bytes."""
+
+    num_steps: int
+    num_samples: int
+    num_replaced: int  # records that a later one with the same id has replaced
+    num_tokens: int
+    num_unknown: int  # tokens without a record
+    num_chunks: int
+    num_bytes: int
+    num_lost_bytes: int
+    size: Size
+    load: NDArray[np.int64]  # [layers, experts], how many tokens were sent there
+
+
+def survey(recording: Recording) -> Survey:
+    """Reads every route; `ReplayError` at the first that is spoilt."""
+    header = recording.header
+    load = np.zeros((len(header.layers), header.num_experts), np.int64)
+    firsts = (np.arange(len(header.layers)) * header.num_experts)[:, None]
+    num_tokens = num_unknown = 0
+    for id in recording.ids_on_disk:
+        routes = recording.routes([id])[0]
+        num_tokens += len(routes)
+        num_unknown += int((~routes.known).sum())
+        chosen = routes.experts[routes.known]
+        cells = (chosen + firsts).ravel()
+        load += np.bincount(cells, minlength=load.size).reshape(load.shape)
+    chunks = [chunk for file in recording.files for chunk in file.chunks]
+    return Survey(
+        num_steps=len(recording.steps),
+        num_samples=len(recording),
+        num_replaced=sum(len(chunk.samples) for chunk in chunks) - len(recording),
+        num_tokens=num_tokens,
+        num_unknown=num_unknown,
+        num_chunks=len(chunks),
+        num_bytes=sum(file.end for file in recording.files),
+        num_lost_bytes=sum(stretch.size for file in recording.files for stretch in file.lost),
+        size=_size(recording),
+        load=load,
+    )
+
+
+def _size(recording: Recording) -> Size:
+    header = recording.header
+    chunks = [chunk for file in recording.files for chunk in file.chunks]
+    recorded = max(1, sum(chunk.num_tokens for chunk in chunks))  # with those that were replaced
+    rows = len(header.layers)
+    return Size(
+        int32=4.0 * header.k * rows,
+        array=float(np.dtype(header.dtype).itemsize * header.k * rows),
+        bound=math.log2(math.comb(header.num_experts, header.k)) / 8 * rows,
+        routes=sum(chunk.sections["routes"].size for chunk in chunks if "routes" in chunk.sections) / recorded,
+        everything=sum(file.end for file in recording.files) / recorded,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """How evenly the experts of a layer are used."""
+
+    imbalance: float  # the busiest expert's load over the mean
+    entropy: float  # as a share of that of an even load
+    num_dead: int  # experts that got nothing
+
+
+def balance(load: NDArray[np.int64]) -> Balance:
+    """Of the experts of one layer."""
+    total = int(load.sum())
+    if total == 0:
+        return Balance(1.0, 1.0, len(load))
+    shares = load[load > 0] / total
+    entropy = float(-(shares * np.log2(shares)).sum()) / math.log2(len(load)) if len(load) > 1 else 1.0
+    return Balance(float(load.max() / load.mean()), entropy, int((load == 0).sum()))
+
+
+@dataclass(frozen=True, slots=True)
+class FirstDifference:
+    """Where two recordings of a sample part."""
+
+    id: str
+    position: int  # of the token in prompt and answer
+    layer: int  # by its index in the whole model
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Of two recordings, over the tokens that samples with the same id begin with in both."""
+
+    only_in_first: list[str]
+    only_in_second: list[str]
+    num_common: int  # samples in both
+    with_other_tokens: list[str]  # samples whose tokens are not the same: compared up to there
+    num_tokens: int  # compared: recorded in both
+    differing: NDArray[np.int64]  # [layers], tokens sent to other experts
+    differing_experts: NDArray[np.int64]  # [layers], how many experts of theirs are others, in all
+    first: list[FirstDifference]  # of each sample that differs
+
+
+def difference(one: Recording, other: Recording) -> Difference:
+    """`ReplayError` for recordings of different models."""
+    differences = one.header.differences(other.header)
+    if differences:
+        raise ReplayError(
+            f"{one.path} and {other.path} cannot be compared: the first was made with {'; '.join(differences)}."
+        )
+    num_layers = len(one.header.layers)
+    differing, experts = np.zeros(num_layers, np.int64), np.zeros(num_layers, np.int64)
+    common = [id for id in one.ids_on_disk if id in other]
+    num_tokens = 0
+    others: list[str] = []
+    first: list[FirstDifference] = []
+    for id in common:
+        a, b = one.sample(id), other.sample(id)
+        tokens = [np.concatenate([r.training.sample.prompt_ids, r.training.sample.token_ids]) for r in (a, b)]
+        shared = _shared(tokens[0], tokens[1])
+        if shared < max(map(len, tokens)):
+            others.append(id)
+        known = a.routes.known[:shared] & b.routes.known[:shared]
+        missing = _num_missing(a.routes.experts[:shared], b.routes.experts[:shared], one.header) * known[:, None]
+        num_tokens += int(known.sum())
+        differing += (missing > 0).sum(0)
+        experts += missing.sum(0)
+        if missing.any():
+            position, place = np.unravel_index(int((missing > 0).argmax()), missing.shape)
+            first.append(FirstDifference(id, int(position), one.header.layers[int(place)]))
+    return Difference(
+        only_in_first=[id for id in one.ids if id not in other],
+        only_in_second=[id for id in other.ids if id not in one],
+        num_common=len(common),
+        with_other_tokens=others,
+        num_tokens=num_tokens,
+        differing=differing,
+        differing_experts=experts,
+        first=first,
+    )
+
+
+def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """With how many tokens both begin."""
+    length = min(len(one), len(other))
+    unlike = one[:length] != other[:length]
+    return int(unlike.argmax()) if unlike.any() else length
+
+
+def _num_missing(one: NDArray[Any], other: NDArray[Any], header: RecordingHeader) -> NDArray[np.int64]:
+    """[tokens, layers], how many experts of one set are not in the other."""
+    found = np.zeros(one.shape[:2], np.int64)
+    for place in range(header.k):
+        found += (one[:, :, place, None] == other).any(-1)
+    return header.k - found
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    offset: int
+    reason: str
+    num_bytes: int  # that cannot be used
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """On one file."""
+
+    path: Path
+    num_chunks: int  # that are whole
+    num_samples: int  # records in them
+    num_bytes: int  # of the file
+    problems: list[Problem]
+    unfinished: int  # bytes of a chunk that was being written
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.problems
+
+
+def verify(path: str | Path) -> Iterator[Verdict]:
+    """Read all of a recording, and of its other ranks when it is that of rank 0. Spoilt files are no errors here."""
+    verdict, header = _verify_file(Path(path))
+    yield verdict
+    if header is not None and header.rank == 0:
+        for rank in range(1, header.num_ranks):
+            yield _verify_file(rank_path(path, rank))[0]
+
+
+def _verify_file(path: Path) -> tuple[Verdict, RecordingHeader | None]:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        return Verdict(path, 0, 0, 0, [Problem(0, f"it cannot be read: {error.strerror}", 0)], 0), None
+    try:
+        size = os.fstat(descriptor).st_size
+        try:
+            file = ChunkFile(path, descriptor)
+        except ReplayError as error:
+            return Verdict(path, 0, 0, size, [Problem(0, str(error.__cause__ or error), size)], 0), None
+        return _verify_chunks(file, size), file.header
+    finally:
+        os.close(descriptor)
+
+
+def _verify_chunks(file: ChunkFile, size: int) -> Verdict:
+    problems = [Problem(lost.offset, lost.reason, lost.size) for lost in file.lost]
+    num_chunks = num_samples = 0
+    for chunk in file.chunks:
+        content = OpenChunk(chunk, file.header, lambda name, chunk=chunk: file.section(chunk, name))  # type: ignore[misc]
+        try:
+            for i in range(len(chunk.samples)):
+                content.sample(i)
+        except (Spoilt, ReplayError) as error:
+            samples = f"{len(chunk.samples)} samples, {chunk.samples[0].id} to {chunk.samples[-1].id}"
+            reason = f"chunk {chunk.head.number} ({samples}): {error}"
+            problems.append(Problem(chunk.head.offset, reason, chunk.head.size))
+            continue
+        num_chunks += 1
+        num_samples += len(chunk.samples)
+    rest = file.unfinished
+    if rest is not None and rest.reason:
+        problems.append(Problem(rest.offset, rest.reason, rest.size))
+    problems.sort(key=lambda problem: problem.offset)
+    unfinished = rest.size if rest is not None and not rest.reason else 0
+    return Verdict(file.path, num_chunks, num_samples, size, problems, unfinished)

@@ -36,6 +36,14 @@ FORGETFUL = HERMES.replace(
     "{{ message['content'] }}<|im_end|>",
     "{{ message['content'] if loop.last else message['content'].split('</think>')[-1] }}<|im_end|>",
 )
+# With a place for the calls of earlier turns.
+CALLING = HERMES.replace(
+    "{{ message['content'] }}<|im_end|>",
+    """{{ message['content'] }}{% for call in message.tool_calls or [] %}
+<tool_call>
+{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}
+</tool_call>{% endfor %}<|im_end|>""",
+)
 STRICT = """\
 {%- for message in messages -%}
 {%- if message['role'] == 'user' %}[INST] {{ message['content'] }} [/INST]

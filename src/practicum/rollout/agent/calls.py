@@ -30,7 +30,8 @@ class BadCall:
 
 CallFormat = Callable[[str], list[Call | BadCall]]
 
-_HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
+_HERMES = re.compile(f"{HERMES_OPEN}(.*?){HERMES_CLOSE}", re.DOTALL)
 _PLAIN = re.compile(r"\[(?:\s*(\w+)\s*:)?([^\[\]]*)\]")
 
 
@@ -38,7 +39,7 @@ def hermes(text: str) -> list[Call | BadCall]:
     """`<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`, any number of them. One that is not closed is a
     bad call: the model meant to call something, and learns why nothing came of it."""
     found = [_from_json(match.group(1)) for match in _HERMES.finditer(text)]
-    if "<tool_call>" in _HERMES.sub("", text):
+    if HERMES_OPEN in _HERMES.sub("", text):
         found.append(BadCall("a <tool_call> is not closed with </tool_call>"))
     return found
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from practicum.rollout.schemas import ToolCall, ToolSchema
 from practicum.rollout.serving.refusals import BadRequest
 from practicum.types import SamplingParams
 
@@ -36,24 +37,45 @@ class Body(BaseModel):
         for name, value in fields.items():
             if name in cls.refused:
                 if value is not None and value not in cls.refused[name]:
-                    raise ValueError(f"{name}={json.dumps(value)} is not supported here")
-            elif value is not None:  # as if it were not there, for OpenAI's clients
+                    others = " or ".join(json.dumps(other) for other in cls.refused[name])
+                    raise ValueError(f"{name}={json.dumps(value)} is not supported here: leave it out, or say {others}")
+                if name not in cls.model_fields:
+                    continue
+            if value is not None:  # null is as if it were not there, for OpenAI's clients
                 kept[name] = value
         return kept
 
 
 class Turn(BaseModel):
-    """One message of a chat. What tools need beside its text goes to the chat template as it is."""
+    """One message of a chat, as the chat template reads it. Fields that are null are as if they were not there: a
+    message that OpenAI's client returned can be sent back."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     role: str
     content: str | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    refusal: None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None}
+
+    @field_validator("tool_calls", mode="before")
+    @classmethod
+    def _from_a_stream(cls, calls: Any) -> Any:
+        """Put together from pieces, they still have their numbers."""
+        if not isinstance(calls, list):
+            return calls
+        return [
+            {name: value for name, value in call.items() if name != "index"} if isinstance(call, dict) else call
+            for call in calls
+        ]
 
     @field_validator("content", mode="before")
     @classmethod
@@ -73,18 +95,15 @@ class Turn(BaseModel):
     def _says_something(self) -> Self:
         if self.content is None and not self.tool_calls:
             raise ValueError("a message needs content")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role} cannot have tool_calls: only the assistant calls tools")
         return self
 
     def as_template_reads(self) -> dict[str, Any]:
         told = self.model_dump(exclude_none=True)
         told.setdefault("content", "")
         for call in told.get("tool_calls", ()):  # arguments travel as JSON text; templates write objects
-            function = call.get("function")
-            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-                try:
-                    function["arguments"] = json.loads(function["arguments"])
-                except ValueError:
-                    raise BadRequest("the arguments of a tool call in messages are not JSON.") from None
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         return told
 
 
@@ -199,7 +218,6 @@ class CompletionBody(WritingBody):
 class ChatBody(WritingBody):
     refused = _REFUSED | {
         "tool_choice": ("auto", "none"),
-        "parallel_tool_calls": (True, False),
         "store": (False,),
         "modalities": (["text"],),
         "service_tier": ("auto", "default"),
@@ -208,7 +226,10 @@ class ChatBody(WritingBody):
 
     messages: list[Turn] = Field(min_length=1)
     tools: list[dict[str, Any]] = []
-    """Go to the model's chat template as they are."""
+    """Go to the model's chat template as they are; with `tool_choice` none they do not."""
+    tool_choice: str = "auto"
+    parallel_tool_calls: bool = True
+    """False: an answer ends with its first call."""
     chat_template_kwargs: dict[str, Any] = {}
     max_completion_tokens: int | None = Field(default=None, ge=1)
     """Without it and without `max_tokens`: 512, or what the model's length leaves."""
@@ -221,10 +242,24 @@ class ChatBody(WritingBody):
             raise ValueError("max_tokens and max_completion_tokens mean the same: give one of them")
         return self
 
+    @field_validator("tools")
+    @classmethod
+    def _are_functions(cls, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for number, tool in enumerate(tools):
+            try:
+                ToolSchema.model_validate(_without_strict(tool))
+            except ValidationError as error:
+                raise ValueError(f"number {number}: {_describe(error).removesuffix('.')}") from None
+        return tools
+
     @field_validator("top_logprobs")
     @classmethod
     def _of_what_was_written(cls, num: int | None) -> int | None:
         return _no_others(num)
+
+    @property
+    def calls_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice == "auto"
 
     @property
     def length(self) -> int | None:
@@ -289,6 +324,14 @@ def _describe(error: ValidationError) -> str:
         return f"{where} is not supported here."
     text = first["msg"].removeprefix("Value error, ")
     return f"{where}: {text}." if where else f"{text}."
+
+
+def _without_strict(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Where it says that nothing is promised: arguments are as the model writes them."""
+    function = tool.get("function")
+    if isinstance(function, dict) and not function.get("strict"):
+        function = {name: value for name, value in function.items() if name != "strict" and value is not None}
+    return {**tool, "function": function}
 
 
 def _are_texts(values: Sequence[Any]) -> bool:

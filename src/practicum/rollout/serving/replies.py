@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from practicum.rollout.serving.texts import Encoder
+from practicum.rollout.serving.tool_calls import WrittenCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class Piece:
     finish_reason: str | None = None  # None: there is more to come
     version: int | None = None  # of the weights; known when it is finished
     prompt_ids: list[int] | None = None  # None: not asked for, or told before
+    calls: tuple[WrittenCall, ...] = ()  # in chats with tools; they are not in the text
 
 
 class Shape(ABC):
@@ -95,11 +97,15 @@ class ChatShape(Shape):
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def _said(self, piece: Piece, is_delta: bool) -> dict[str, Any]:
+        said: dict[str, Any] = {"content": piece.text}
+        if piece.calls:
+            said["content"] = piece.text or None
+            said["tool_calls"] = [call.as_told(is_delta=is_delta) for call in piece.calls]
         if not is_delta:
-            return {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
+            return {"message": {"role": "assistant", "refusal": None, **said}}
         is_first = piece.index not in self._ends
         self._ends.setdefault(piece.index, 0)
-        return {"delta": {"role": "assistant", "content": piece.text} if is_first else {"content": piece.text}}
+        return {"delta": {"role": "assistant", **said} if is_first else said}
 
     def _log_probs(self, piece: Piece) -> dict[str, Any]:
         assert piece.log_probs is not None

@@ -13,12 +13,20 @@ class Spelling:
     """Pieces joined are the text that `finish` alone would give for all tokens at once."""
 
     def __init__(
-        self, encoder: Encoder, stops: Sequence[str], *, keeps_stop: bool = False, skip_special_tokens: bool = True
+        self,
+        encoder: Encoder,
+        stops: Sequence[str],
+        *,
+        keeps_stop: bool = False,
+        skip_special_tokens: bool = True,
+        keeps: frozenset[int] = frozenset(),
     ) -> None:
+        """`keeps` are special tokens that are not skipped."""
         self._encoder = encoder
         self._stops = stops
         self._keeps_stop = keeps_stop
         self._skip_special_tokens = skip_special_tokens
+        self._keeps = keeps
         self._ids: list[int] = []
         self._settled = self._read = 0  # tokens before these give text that stays, and text that was taken
         self._text = ""
@@ -64,4 +72,6 @@ class Spelling:
         return longest
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._encoder.decode(token_ids, skip_special_tokens=self._skip_special_tokens) if len(token_ids) else ""
+        if not len(token_ids):
+            return ""
+        return self._encoder.decode(token_ids, skip_special_tokens=self._skip_special_tokens, keeps=self._keeps)

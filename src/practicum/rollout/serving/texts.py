@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,8 @@ class Encoder:
         template = self._tokenizer.chat_template
         if tools and "tools" not in str(template):
             raise BadRequest("the model's chat template has no place for tools: leave them out.")
+        if any("tool_calls" in turn for turn in turns) and "tool_calls" not in str(template):
+            raise BadRequest("the model's chat template has no place for tool_calls: leave them out of the messages.")
         if template is None:
             return self.text("\n".join(str(turn["content"] or "") for turn in turns))
         try:
@@ -92,9 +94,25 @@ class Encoder:
             raise BadRequest("the input has no tokens.")
         return np.array(token_ids, dtype=np.int32)
 
-    def decode(self, token_ids: Sequence[int] | Ids, *, skip_special_tokens: bool) -> str:
+    def decode(
+        self, token_ids: Sequence[int] | Ids, *, skip_special_tokens: bool, keeps: frozenset[int] = frozenset()
+    ) -> str:
+        """`keeps` are special tokens that are not skipped."""
+        if skip_special_tokens and keeps:
+            skipped = frozenset(self._special.values()) - keeps
+            token_ids = [token for token in token_ids if token not in skipped]
+            skip_special_tokens = False
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def special_ids(self, texts: Sequence[str]) -> frozenset[int]:
+        """Of these texts, those that are special tokens, which are not part of a text otherwise."""
+        return frozenset(self._special[text] for text in texts if text in self._special)
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        added = self._tokenizer.added_tokens_decoder
+        return {token.content: int(number) for number, token in added.items() if token.special}
 
     def _spelled(self, token_id: int) -> str:
         """One token by itself, special or not. Half a character is shown as a replacement character."""

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -37,7 +37,8 @@ from practicum.rollout.serving.replies import ChatShape, CompletionShape, Piece,
 from practicum.rollout.serving.service import Handler, Service
 from practicum.rollout.serving.spelling import Spelling
 from practicum.rollout.serving.texts import TOO_LONG, Encoder, Ids, Limit
-from practicum.types import Prompt, RolloutRequest, Sample
+from practicum.rollout.serving.tool_calls import TAGS, CallReader, Said
+from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams
 from practicum.weights import WeightUpdate
 
 T = TypeVar("T")
@@ -55,10 +56,21 @@ class _Asked:
     requests: list[RolloutRequest]
     arrived: float
     spellings: dict[int, Spelling] = field(default_factory=dict)
+    readers: dict[int, CallReader] = field(default_factory=dict)
     num_told: dict[int, int] = field(default_factory=dict)
 
     def index(self, request: int, answer: int) -> int:
         return request * self.body.n + answer
+
+    @property
+    def calls_tools(self) -> bool:
+        return isinstance(self.body, ChatBody) and self.body.calls_tools
+
+    def said(self, index: int, text: str, *, is_last: bool = False) -> Said:
+        """The next piece of an answer's text."""
+        if not self.calls_tools:
+            return Said(text)
+        return self.readers.setdefault(index, CallReader()).add(text, is_last=is_last)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -234,7 +246,8 @@ class WritingService(Service):
         prompts: list[Ids]
         if isinstance(body, ChatBody):
             shape: Shape = ChatShape(self.name, self.encoder)
-            options = {"tools": body.tools, "options": body.chat_template_kwargs}
+            tools = body.tools if body.calls_tools else []
+            options = {"tools": tools, "options": body.chat_template_kwargs}
             prompts = [self.encoder.chat(turns_of(body.messages), ready_for_answer=True, **options)]  # type: ignore[arg-type]
         else:
             assert isinstance(body, CompletionBody)
@@ -247,11 +260,16 @@ class WritingService(Service):
             ]
         # The seed counts as the number of an answer, so that clients can ask for any part of a row of answers.
         prompt, first = Prompt("request", text="request"), body.drawn_seed()
-        requests = [
-            RolloutRequest(prompt, ids, body.params(self._length(body, ids)), seed=0, first_answer=first)
-            for ids in prompts
-        ]
+        requests = [RolloutRequest(prompt, ids, self._params(body, ids), seed=0, first_answer=first) for ids in prompts]
         return _Asked(body, shape, requests, arrived)
+
+    def _params(self, body: WritingBody, ids: Ids) -> SamplingParams:
+        params = body.params(self._length(body, ids))
+        if not isinstance(body, ChatBody) or not body.calls_tools or body.parallel_tool_calls:
+            return params
+        close = TAGS[1]
+        stop_ids = (*params.stop_token_ids, *self.encoder.special_ids([close]))
+        return replace(params, stop=(*params.stop, close), stop_token_ids=stop_ids)
 
     def _length(self, body: WritingBody, ids: Ids) -> int:
         """Of the longest answer."""
@@ -266,12 +284,13 @@ class WritingService(Service):
         self.limit.check(len(ids) + length, f"the {what} {len(ids)} tokens and the answer up to {length}: together")
         return length
 
-    def _spelling(self, body: WritingBody) -> Spelling:
+    def _spelling(self, asked: _Asked) -> Spelling:
         return Spelling(
             self.encoder,
-            body.stops,
-            keeps_stop=body.include_stop_str_in_output,
-            skip_special_tokens=body.skip_special_tokens,
+            asked.body.stops,
+            keeps_stop=asked.body.include_stop_str_in_output,
+            skip_special_tokens=asked.body.skip_special_tokens,
+            keeps=self.encoder.special_ids(TAGS) if asked.calls_tools else frozenset(),
         )
 
     def _reply(self, asked: _Asked, samples: Mapping[int, Sample]) -> bytes:
@@ -286,28 +305,31 @@ class WritingService(Service):
         return _event(asked.shape.delta(self._next_piece(asked, index, news)))
 
     def _next_piece(self, asked: _Asked, index: int, news: Written) -> Piece:
-        body = asked.body
-        spelling = asked.spellings.setdefault(index, self._spelling(body))
+        spelling = asked.spellings.setdefault(index, self._spelling(asked))
         prompt_ids = self._prompt_ids(asked, index)
         asked.num_told[index] = asked.num_told.get(index, 0) + len(news.token_ids)
-        log_probs = news.log_probs if body.wants_log_probs else None
-        return Piece(index, spelling.add(news.token_ids), news.token_ids, log_probs, prompt_ids=prompt_ids)
+        log_probs = news.log_probs if asked.body.wants_log_probs else None
+        said = asked.said(index, spelling.add(news.token_ids))
+        return Piece(index, said.content, news.token_ids, log_probs, prompt_ids=prompt_ids, calls=said.calls)
 
     def _last_piece(self, asked: _Asked, index: int, sample: Sample) -> Piece:
         """All that was not told before."""
-        body, token_ids = asked.body, sample.token_ids.tolist()
-        spelling = asked.spellings.setdefault(index, self._spelling(body))
+        token_ids = sample.token_ids.tolist()
+        spelling = asked.spellings.setdefault(index, self._spelling(asked))
         prompt_ids = self._prompt_ids(asked, index)
         told = asked.num_told.get(index, 0)
         asked.num_told[index] = len(token_ids)
+        said = asked.said(index, spelling.finish(token_ids), is_last=True)
+        has_called = index in asked.readers and asked.readers[index].has_calls
         return Piece(
             index,
-            spelling.finish(token_ids),
+            said.content,
             token_ids[told:],
-            sample.log_probs[told:].tolist() if body.wants_log_probs else None,
-            sample.finish_reason,
+            sample.log_probs[told:].tolist() if asked.body.wants_log_probs else None,
+            "tool_calls" if has_called and sample.finish_reason == "stop" else sample.finish_reason,
             int(sample.versions.max()),
             prompt_ids,
+            said.calls,
         )
 
     def _prompt_ids(self, asked: _Asked, index: int) -> list[int] | None:

@@ -65,6 +65,30 @@ def test_a_run_writes_with_servers_behind_a_router(
     assert not list((tmp_path / "run").glob("weights-*"))
 
 
+def test_a_run_goes_on_when_one_of_its_servers_dies_and_takes_it_back(
+    make_config: MakeConfig, tiny_model: Path, tmp_path: Path
+) -> None:
+    with ModelServer(str(tiny_model)) as stays:
+        comes_and_goes = ModelServer(str(tiny_model)).__enter__()
+        servers = [stays.url, comes_and_goes.url]
+        where = ["rollout.engine=openai", "rollout.placement=standalone", f"rollout.openai.servers={servers}"]
+        short = ["data.prompts_per_step=2", "rollout.answers_per_prompt=2", "validation.max_prompts=1"]
+        kls = []
+        try:
+            for report in Trainer(make_config(*where, *short, "trainer.steps=4")).steps():
+                kls.append(report.kl)
+                if report.number == 1:
+                    comes_and_goes.__exit__()
+                elif report.number == 2:
+                    comes_and_goes._load({"path": str(tiny_model), "version": 0})  # a new process has no others
+                    comes_and_goes.calls.clear()
+                    comes_and_goes.__enter__()
+        finally:
+            comes_and_goes.__exit__()
+    assert len(kls) == 4 and all(kl < 1e-4 for kl in kls)  # nobody wrote with old weights
+    assert "/update_weights" in [path for path, _ in comes_and_goes.calls]
+
+
 def test_a_server_that_is_not_there_stops_the_run_with_its_address(make_config: MakeConfig) -> None:
     where = ["rollout.engine=openai", "rollout.placement=standalone", "rollout.openai.servers=[http://127.0.0.1:9]"]
     with pytest.raises(RolloutError, match=r"127\.0\.0\.1:9"):

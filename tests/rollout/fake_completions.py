@@ -52,6 +52,7 @@ class FakeServer:
     requests: list[dict[str, Any]] = field(default_factory=list)
     calls: list[tuple[str, Any]] = field(default_factory=list)
     num_left: int = 0  # requests whose clients went away
+    port: int = 0  # a free one; entered again after it was left, it is at the same address
 
     def __enter__(self) -> FakeServer:
         self._loop = asyncio.new_event_loop()
@@ -75,12 +76,13 @@ class FakeServer:
                 app.router.add_post(path, self._control)
         if self.dialect == "practicum":
             app.router.add_post("/log_probs", self._score)
+            app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()
-        host, port = self._runner.addresses[0][:2]
-        return f"http://{host}:{port}"
+        host, self.port = self._runner.addresses[0][:2]
+        return f"http://{host}:{self.port}"
 
     @web.middleware
     async def _check_token(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -102,6 +104,9 @@ class FakeServer:
         if request.path == "/update_weights" and self.on_update is not None:
             self.on_update(body)
         return web.json_response({"version": body.get("version")})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "awake", "weight_version": self.version})
 
     async def _score(self, request: web.Request) -> web.Response:
         rows = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from practicum.reward.router import Router
 from practicum.rollout.engines import EngineSettings
 from practicum.rollout.manager import RolloutManager
 from practicum.rollout.placement import ReplicaSettings, hybrid_manager, open_replicas
+from practicum.rollout.remote.openai import server_address
 from practicum.rollout.worker import RolloutWorker
 from practicum.train import ActorSettings, ActorWorker
 from practicum.weights import ChannelSettings, Place, Ticket, channel_timeout_s, choose
@@ -148,11 +150,13 @@ def _served(stack: ExitStack, config: Config, controller: Controller, engine: En
     if config.rollout.engine != "openai":
         return engine
     more: dict[str, Any] = {"exchange_dir": str(Path(config.trainer.run_dir).resolve())}
-    servers = config.rollout.openai.servers
+    servers = [server_address(server) for server in config.rollout.openai.servers]
     if len(servers) > 1:
-        timeout_s = config.controller.call_timeout_s
-        router = Router(servers, host=controller.address, wait_timeout_s=timeout_s, response_timeout_s=timeout_s)
-        more["router"] = stack.enter_context(router.start_process()).url
+        timeout_s, token = config.controller.call_timeout_s, secrets.token_urlsafe()
+        router = Router(
+            servers, host=controller.address, wait_timeout_s=timeout_s, response_timeout_s=timeout_s, token=token
+        )
+        more |= {"router": stack.enter_context(router.start_process()).url, "router_token": token}
     return replace(engine, **more)
 
 

@@ -29,6 +29,8 @@ class EngineSettings:
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)
     router: str | None = None
     """Address of a router in front of `openai.servers`."""
+    router_token: str | None = field(default=None, repr=False)
+    """Of its control plane."""
     exchange_dir: str | None = None
     """A folder through which servers get new weights; None takes one for temporary files."""
     timeout_s: float = 300.0
@@ -120,6 +122,7 @@ def _openai(settings: EngineSettings) -> BaseRollout:
         model=settings.openai.model,
         api_key_env=settings.openai.api_key_env,
         router=settings.router,
+        router_token=settings.router_token,
         max_batch=settings.max_batch,
         timeout_s=settings.timeout_s,
         exchange_dir=settings.exchange_dir,

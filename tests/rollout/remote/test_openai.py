@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,16 @@ def ask(seed: int = 0, num_answers: int = 1) -> RolloutRequest:
 class ModelServer(FakeServer):
     """As `practicum serve` with a transformers model."""
 
+    _loading = threading.Lock()  # transformers loads one model at a time; real servers are processes of their own
+
     def __init__(self, path: str) -> None:
         super().__init__("practicum", delay_s=0.001, most_tokens=128, version=0, logits=self._logits)
         self._load({"path": path, "version": 0})
         self.on_update = self._load
 
     def _load(self, body: dict[str, Any]) -> None:
-        self._model = load_model(body["path"]).eval()
+        with self._loading:
+            self._model = load_model(body["path"]).eval()
         self._known: dict[tuple[int, ...], np.ndarray] = {}
         self.version = body["version"]
 

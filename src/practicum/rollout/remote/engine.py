@@ -13,7 +13,7 @@ import asyncio
 import queue
 from abc import abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -147,11 +147,16 @@ class RemoteRollout(BaseRollout):
 
     def write(self, inbox: Inbox) -> None:
         assert self._awake, "generate before resume"
+        with self._watching():
+            self._write(inbox)
+
+    def _write(self, inbox: Inbox) -> None:
         news: queue.SimpleQueue[_News] = queue.SimpleQueue()
         jobs: dict[Ticket, Job] = {}
         failure: Exception | None = None
         try:
             while jobs or not inbox.is_over:
+                self._check_hope()
                 num_open = sum(ticket.num_open for ticket in jobs)
                 room = 0 if failure else max(0, self._max_batch - num_open)
                 for ticket in inbox.take(room, 0.0 if jobs else _WAIT_S):
@@ -170,6 +175,20 @@ class RemoteRollout(BaseRollout):
         finally:
             for job in jobs.values():
                 self._thread.loop.call_soon_threadsafe(job.break_off)
+
+    def _watching(self) -> AbstractContextManager[object]:
+        """Looks after the servers while answers are written."""
+        return nullcontext()
+
+    def _check_hope(self) -> None:
+        """Raise `RolloutError` where nobody is left to answer."""
+
+    async def _after_failure(self) -> None:
+        """Before somebody is asked again."""
+
+    def _expects(self, version: int) -> bool:
+        """Whether an answer may come from these weights."""
+        return True
 
     @property
     def _known(self) -> Dialect:
@@ -252,6 +271,7 @@ class RemoteRollout(BaseRollout):
                 raise
             for answer in rest:
                 answer.restart()
+            await self._after_failure()
             await asyncio.sleep(_PAUSE_S * 2**attempt)
             # One by one: what has arrived need not be written again.
             await self._all(job, [[answer] for answer in rest], attempt + 1)
@@ -279,6 +299,9 @@ class RemoteRollout(BaseRollout):
             if answer.reason is not None:
                 continue
             version = choice.get("weight_version", part.get("weight_version"))
+            if version is not None and not self._expects(int(version)):
+                what = f"answered with weights of version {version}, not {self._version}"
+                raise ServerFailure(server, what, may_pass=True)
             num_new = self._append(job, answer, choice)
             if version is not None:
                 answer.versions = [version if known is None else known for known in answer.versions]

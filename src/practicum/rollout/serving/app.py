@@ -150,7 +150,9 @@ class ModelApp:
         return web.json_response({})
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"status": "awake" if self.is_awake else "asleep"})
+        version = self._service.weight_version
+        weights = {} if version is None else {"weight_version": version}
+        return web.json_response({"status": "awake" if self.is_awake else "asleep", **weights})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [self._described]})

@@ -46,6 +46,11 @@ class Service(ABC):
     def num_weight_bytes(self) -> int:
         """Size of the model, awake or not."""
 
+    @property
+    def weight_version(self) -> int | None:
+        """None where they never change."""
+        return None
+
     @abstractmethod
     def begin(self) -> None:
         """In the event loop that serves it, before anything is asked."""

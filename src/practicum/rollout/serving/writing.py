@@ -118,6 +118,10 @@ class WritingService(Service):
     def num_weight_bytes(self) -> int:
         return sum(shape.numel() for shape in self._shapes.values()) * self._dtype.itemsize
 
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
     def begin(self) -> None:
         self._runner = runner = EngineRunner(self._engine)
         self.meter.watch("waiting", "Requests the engine has not begun with.", lambda: runner.num_waiting)

@@ -9,8 +9,9 @@ import pytest
 from practicum import Config, Trainer
 from practicum.controller import Controller, open_controller
 from practicum.errors import RolloutError
+from practicum.loop.explain import explanation
 from practicum.loop.run_folder import read_metrics
-from practicum.loop.writers import ActorWeights, actor_settings, open_learners
+from practicum.loop.writers import ActorWeights, actor_settings, open_learners, writer_problems
 from tests.rollout.remote.test_openai import ModelServer
 from tests.rollout.writers import requests_of
 
@@ -93,3 +94,33 @@ def test_a_server_that_is_not_there_stops_the_run_with_its_address(make_config: 
     where = ["rollout.engine=openai", "rollout.placement=standalone", "rollout.openai.servers=[http://127.0.0.1:9]"]
     with pytest.raises(RolloutError, match=r"127\.0\.0\.1:9"):
         list(Trainer(make_config(*where)).steps())
+    with pytest.raises(RolloutError, match=r"127\.0\.0\.1:9 does not answer .*take it out of rollout\.openai\.servers"):
+        Trainer(make_config(*where))  # before anything is started
+    told = explanation(make_config(*where))
+    assert "# this cannot start\nserver http://127.0.0.1:9 does not answer" in told and "# placement" in told
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        (["rollout.engine=vllm", "rollout.vllm.python=/no/such/python"], r"rollout\.vllm\.python=/no/such/python"),
+        (["controller.backend=ray", "rollout.replicas=3"], r"rollout\.replicas=3, but the trainer has room for 1"),
+        (["controller.backend=ray", "rollout.replicas=999", "rollout.placement=standalone"], "needs 999 CPUs"),
+    ],
+)
+def test_what_cannot_start_is_told_before_ray_is_started(
+    make_config: MakeConfig, where: list[str], message: str
+) -> None:
+    import ray
+
+    config = make_config("rollout.placement=colocated", *where)
+    with pytest.raises(RolloutError, match=message):
+        Trainer(config)
+    assert not ray.is_initialized()
+    assert "# this cannot start" in explanation(config)
+
+
+def test_of_a_cluster_elsewhere_nothing_is_claimed(make_config: MakeConfig) -> None:
+    joined = ["controller.backend=ray", "controller.address=10.0.0.1:6379", "rollout.placement=standalone"]
+    engine = ["rollout.engine=vllm", "rollout.vllm.python=/on/the/nodes", "rollout.replicas=999"]
+    assert writer_problems(make_config(*joined, *engine)) == []

@@ -7,6 +7,7 @@ from typing import Any
 
 from practicum.config import Config
 from practicum.loop.trainer import Trainer
+from practicum.loop.writers import writer_problems
 from practicum.models import count_weights, empty_model, load_config, num_cores, resolve_device
 from practicum.replay import router_shape
 
@@ -15,9 +16,12 @@ _FLOAT32 = 4
 
 
 def explanation(config: Config) -> str:
-    """The resolved config and what follows from it, as text. Model, data and reward are looked up and checked."""
-    trainer = Trainer(config)
+    """The resolved config and what follows from it, as text. Model, data and reward are looked up and checked; what
+    would keep the rollout from starting comes first."""
+    trainer = Trainer(config, checks_writers=False)
+    problems = writer_problems(config)
     sections = [
+        *([("this cannot start", "\n".join(problems))] if problems else []),
         ("config", config.to_yaml().rstrip()),
         ("placement", _placement(config)),
         ("reward", str(trainer.rubric)),

@@ -29,7 +29,7 @@ from practicum.errors import ConfigError, DataError, RewardError
 from practicum.loop.metrics import StepReport, Stopwatch, conversation_metrics, rollout_metrics, update_metrics
 from practicum.loop.run_folder import RunFolder, RunState
 from practicum.loop.trackers import open_trackers
-from practicum.loop.writers import open_actors, open_learners
+from practicum.loop.writers import check_writers, open_actors, open_learners
 from practicum.models import absolute, empty_model, encode_prompts, load_config, load_tokenizer
 from practicum.replay import Recording, recording_header
 from practicum.reward import GradedBatch, GradingRound, Progress, check_reward, open_reward_centre
@@ -48,8 +48,11 @@ _TRAINING, _VALIDATION = 0, 1  # streams of random numbers
 class Trainer:
     """`for step in Trainer(config).steps(): ...`. All processes are started by the loop and end with it."""
 
-    def __init__(self, config: Config, notify: Callable[[str], None] = _log.warning) -> None:
-        """`notify` is told, in a sentence, what a person should know but need not act on."""
+    def __init__(
+        self, config: Config, notify: Callable[[str], None] = _log.warning, *, checks_writers: bool = True
+    ) -> None:
+        """`notify` is told, in a sentence, what a person should know but need not act on. `checks_writers`: whether
+        what would keep the rollout from starting is an error now."""
         self.config = config
         self._notify = notify
         self._said_at_s = 0.0
@@ -64,6 +67,8 @@ class Trainer:
             self._validation_prompts = self._read(config.data.validation, tokenizer)[: config.validation.max_prompts]
 
         self._name_unused_sources()
+        if checks_writers:
+            check_writers(config)
 
     def _name_unused_sources(self) -> None:
         there = {prompt.data_source for prompt, _ in (*self._train_prompts, *self._validation_prompts)}

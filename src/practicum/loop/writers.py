@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from practicum.config import Config
 from practicum.controller import Controller, FusedWorker, RayClassWithInitArgs, WorkerGroup
-from practicum.models import num_cores
+from practicum.errors import RolloutError
+from practicum.models import num_cores, resolve_device
 from practicum.replay import ReplaySettings
 from practicum.reward.router import Router
+from practicum.rollout.early import engine_problems, room_problems
 from practicum.rollout.engines import EngineSettings
 from practicum.rollout.manager import RolloutManager
 from practicum.rollout.placement import ReplicaSettings, hybrid_manager, open_replicas
@@ -78,6 +82,29 @@ def _device(config: Config, controller: Controller) -> str:
     if config.controller.backend == "ray":
         return "cuda" if controller.uses_gpu else "cpu"
     return config.trainer.device
+
+
+def check_writers(config: Config) -> None:
+    """Raise where writers could not start, as far as that can be known before anything is started."""
+    problems = writer_problems(config)
+    if problems:
+        raise RolloutError(" ".join(problems))
+
+
+def writer_problems(config: Config) -> list[str]:
+    if config.actor.router_replay.replay_file is not None:  # a recording is learnt from: nobody writes
+        return []
+    is_local, joins = config.controller.backend == "local", config.controller.address is not None
+    unit, num_free = "CPU", None
+    if not is_local and not joins:
+        on_gpus = resolve_device(config.trainer.device).type == "cuda"
+        unit, there = ("GPU", torch.cuda.device_count()) if on_gpus else ("CPU", os.cpu_count() or num_cores())
+        num_free = there - config.trainer.num_workers - (_num_spared(config) if on_gpus else 0)
+    num_places = 1 if is_local else config.trainer.num_workers
+    return [
+        *engine_problems(config.rollout, runs_here=not joins),
+        *room_problems(config.rollout, num_places=num_places, num_free=num_free, unit=unit),
+    ]
 
 
 class ActorWeights:

@@ -64,7 +64,7 @@ class OpenAIRollout(RemoteRollout):
             eos_ids=eos_ids_of(model_path),
             max_batch=max_batch,
             timeout_s=timeout_s,
-            api_key=_api_key(api_key_env),
+            api_key=api_key(api_key_env),
         )
         self._control = None if router_token is None else CompletionsClient(api_key=router_token)
         front = None if router is None else server_address(router)
@@ -222,7 +222,7 @@ def server_address(address: str) -> str:
     return address.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def _api_key(variable: str | None) -> str | None:
+def api_key(variable: str | None) -> str | None:
     if variable is None:
         return None
     key = os.environ.get(variable)

@@ -70,7 +70,7 @@ class VllmRollout(RemoteRollout):
         exchange_dir: str | None = None,
     ) -> None:
         self._python = python or sys.executable
-        _check_installed(self._python, is_named=python is not None)
+        check_installed(python)
         self._path = absolute(model_path)
         self._can_sleep = device is not None and device.type == "cuda"
         self._exchange_dir = exchange_dir
@@ -231,14 +231,16 @@ def arguments(settings: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _check_installed(python: str, *, is_named: bool) -> None:
+def check_installed(python: str | None) -> None:
+    """Raise `RolloutError` where there is no vLLM in this Python; None: the one we run in."""
     look = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('vllm') else 3)"
     try:
-        code: int | str = subprocess.run([python, "-c", look], timeout=_LOOK_S, check=False).returncode
+        looked = subprocess.run([python or sys.executable, "-c", look], timeout=_LOOK_S, check=False)
+        code: int | str = looked.returncode
     except (OSError, subprocess.TimeoutExpired) as error:
         code = str(error)
     if code != 0:
-        where = f"of rollout.vllm.python={python}" if is_named else "Practicum runs in"
+        where = f"of rollout.vllm.python={python}" if python is not None else "Practicum runs in"
         raise RolloutError(
             f"vLLM is not installed in the Python {where} ({'no module vllm' if code == 3 else code}). Either "
             "pip install 'practicum[vllm]', or install vLLM into an environment of its own and set "

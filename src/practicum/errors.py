@@ -6,7 +6,8 @@ PracticumError
 ├── ModelError         a model folder or hub name that cannot be loaded or trained
 ├── RewardError        a reward function that cannot be used, or too many samples that could not be graded
 ├── RolloutError       a request that an engine cannot answer, or an engine that cannot be used
-│   └── ConversationError  a conversation that no engine could go on with
+│   ├── ConversationError  a conversation that no engine could go on with
+│   └── WeightsGone        weights of a version that the trainer has learnt on from
 ├── RouterError        a router that cannot be started, asked or told as written
 ├── ReplayError        experts that cannot be recorded or replayed, or a recording that cannot be read or written
 ├── TrainingError      a loss or gradient that is no longer a number
@@ -53,6 +54,10 @@ class RolloutError(PracticumError, ValueError):
 
 class ConversationError(RolloutError):
     """What is said between the model's turns cannot be had, or leaves no room: any engine would stand there alike."""
+
+
+class WeightsGone(RolloutError):
+    """The trainer has learnt since it sent this version: whoever comes late for it has to wait for the next."""
 
 
 class ReplayError(PracticumError, ValueError):

@@ -12,6 +12,7 @@ from practicum.errors import RolloutError
 from practicum.loop.explain import explanation
 from practicum.loop.run_folder import read_metrics
 from practicum.loop.writers import ActorWeights, actor_settings, open_learners, writer_problems
+from tests.rollout import talks
 from tests.rollout.remote.test_openai import ModelServer
 from tests.rollout.writers import requests_of
 
@@ -64,6 +65,18 @@ def test_a_run_writes_with_servers_behind_a_router(
     assert all(report.kl < 1e-4 for report in reports)  # every server has the weights of each step
     assert len(read_metrics(tmp_path / "run")) == 3
     assert not list((tmp_path / "run").glob("weights-*"))
+
+
+@pytest.mark.parametrize("placement", ["hybrid", "standalone"])
+def test_what_conversations_did_is_told_with_each_step(make_config: MakeConfig, tmp_path: Path, placement: str) -> None:
+    environment = Path(talks.__file__)
+    agent = [f"rollout.agent.environment={environment}:Once", "rollout.agent.max_turns=2"]
+    short = ["rollout.max_new_tokens=20", "data.prompts_per_step=2", "rollout.answers_per_prompt=2"]
+    list(Trainer(make_config(f"rollout.placement={placement}", *agent, *short)).steps())
+    steps = [row for row in read_metrics(tmp_path / "run") if "agent/turns" in row]
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:  # of this step alone: not of those before, nor of validation
+        assert 1 <= row["agent/turns"] <= 2 and row["agent/calls"] >= 0
 
 
 def test_a_run_goes_on_when_one_of_its_servers_dies_and_takes_it_back(

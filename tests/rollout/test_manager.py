@@ -10,17 +10,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from practicum.config import RolloutConfig
 from practicum.controller import Controller, RayResourcePool
-from practicum.errors import RolloutError, WorkerError
+from practicum.errors import RolloutError, WorkerDied, WorkerError
 from practicum.rollout.manager import RolloutManager
 from practicum.rollout.placement import ReplicaSettings, open_replicas
-from practicum.rollout.writing import Answer
+from practicum.rollout.replica import RolloutReplica
+from practicum.rollout.writing import Answer, HandingOut
 from practicum.types import RolloutRequest, Sample
+from tests.rollout.test_writing import FakeReplica
 from tests.rollout.writers import ModelWeights, hf_settings, requests_of
 
 TIMES = ReplicaSettings(threads=1, start_timeout_s=120.0, call_timeout_s=120.0)
@@ -163,6 +165,27 @@ def test_one_round_at_a_time(manager: RolloutManager) -> None:
     assert list(manager.write([])) == []
 
 
+@pytest.mark.slow
+def test_new_weights_do_not_wait_for_a_replica_that_was_killed(tiny_model: Path, ray_session: None) -> None:
+    """By a broadcast, where all meet: as between machines."""
+    weights = ModelWeights(tiny_model, channel="collective")
+    config = RolloutConfig(engine="hf", placement="colocated", max_batch=MAX_BATCH)
+    settings = hf_settings(tiny_model, MAX_BATCH)
+    with (
+        RayResourcePool([2], resources_per_process={"CPU": 0.5}) as pool,
+        open_replicas(config, Controller(pool, 120.0, 120.0), settings, weights, TIMES) as manager,
+    ):
+        manager.update_weights(1)
+        os.kill(pids(manager)[0], signal.SIGKILL)
+        weights.nudge()
+        began = time.monotonic()
+        manager.update_weights(2)
+        assert time.monotonic() - began < 15  # the channel would wait for 30 s, and then again
+        assert manager.replicas[1] in manager.well()
+        assert versions(list(written(manager, requests_of(8)).values())) == [[2]] * 8
+        wait_until(lambda: len(manager.well()) == 2, "the replica is back")
+
+
 @pytest.fixture
 def in_process(weights: ModelWeights, tiny_model: Path) -> Iterator[RolloutManager]:
     """One replica in this process, with partial rollout."""
@@ -229,3 +252,59 @@ def test_the_trainers_own_processes_are_not_started_again(tiny_model: Path) -> N
         group.shutdown()
         with pytest.raises((RolloutError, WorkerError), match="learners"):
             written(manager, requests_of(4))
+
+
+class Mortal(FakeReplica):
+    """Dies after one answer in each of its first lives, and when it is to break off."""
+
+    def __init__(self, number: int = 0, num_short_lives: int = 0) -> None:
+        super().__init__(number, pace=1)
+        self.problem = ""
+        self.num_restarts = 0
+        self._num_short_lives = num_short_lives
+        self._live()
+
+    def _live(self) -> None:
+        self.fate = {"dies_after": 1} if self.num_restarts < self._num_short_lives else {}
+        self._open, self.num_written = {0: []}, 0
+
+    def restart(self) -> None:
+        self.num_restarts += 1
+        self._live()
+
+    def wake_up(self) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def abort(self) -> None:
+        raise WorkerDied(f"{self.name} died", group=self.name, ranks=[0])
+
+    def take_counts(self) -> list[dict[str, int]]:
+        if self.fate:
+            raise WorkerDied(f"{self.name} died", group=self.name, ranks=[0])
+        return [{"turns": 1 + self.number}, {"turns": 10, "calls_ok": 1}]
+
+
+def manager_of(*replicas: Mortal) -> RolloutManager:
+    return RolloutManager(cast(list[RolloutReplica], list(replicas)), HandingOut(8), delivery=None, sleeps=True)
+
+
+def test_a_round_left_after_the_last_restart_ends_quietly_and_the_next_one_tries_again() -> None:
+    replica = Mortal(num_short_lives=2)
+    with manager_of(replica) as manager:
+        writing = manager.write(requests_of(12))
+        while replica.num_restarts < 2:
+            next(writing)
+        next(writing)  # in its last life it still has something to do
+        assert manager.well()
+        writing.close()
+        assert "died" in replica.problem and replica.num_restarts == 2 and not manager.well()
+        assert len(written(manager, requests_of(12))) == 12
+        assert replica.num_restarts == 3 and not replica.problem
+
+
+def test_counts_of_all_replicas_are_added_up_and_one_that_is_gone_is_left_out() -> None:
+    with manager_of(Mortal(0), Mortal(1), Mortal(2, num_short_lives=1)) as manager:
+        assert manager.take_counts() == {"turns": 23, "calls_ok": 2}

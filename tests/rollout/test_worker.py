@@ -165,6 +165,26 @@ def test_with_an_agent_answers_are_conversations(tiny_model: Path) -> None:
         worker.close()
 
 
+def test_it_counts_conversations_since_the_last_time(tiny_model: Path) -> None:
+    agent = AgentConfig(environment=f"{Path(__file__).parent / 'talks.py'}:Once", max_turns=3)
+    worker = worker_of(tiny_model, agent=agent)
+    worker.resume()
+    try:
+        found = all_of(worker, worker.begin(batch(requests_of(6, 20)), 1.0))
+        counts = worker.take_counts()
+        assert counts["conversations"] == len(found) == 6 and counts["turns"] >= 6
+        assert worker.take_counts() == {}
+        all_of(worker, worker.begin(batch(requests_of(2, 20), number=1), 1.0))
+        assert worker.take_counts()["conversations"] == 2
+    finally:
+        worker.close()
+
+
+def test_where_nobody_talks_nothing_is_counted(worker: RolloutWorker) -> None:
+    all_of(worker, worker.begin(batch(requests_of(2)), 1.0))
+    assert worker.take_counts() == {}
+
+
 class FrozenSource(Worker):
     """Publishes a model's weights as the trainer would."""
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from practicum.errors import WeightsGone
 from practicum.models import load_model
 from practicum.rollout.engines import EngineSettings
 from practicum.types import Prompt, RolloutRequest, SamplingParams
@@ -37,6 +38,8 @@ class ModelWeights:
     def __init__(self, model_path: Path, channel: str | None = None) -> None:
         self.model = load_model(str(model_path)).eval().requires_grad_(False)
         self.num_sent = 0
+        self._num_learnt = 0
+        self._sent = (-1, 0)
         self._channel = channel
 
     def open(self, engines: Sequence[Place]) -> None:
@@ -44,10 +47,13 @@ class ModelWeights:
         self._sender = open_sender(self._channel or choose(Place.here(), engines), settings)
 
     def invite(self, version: int, num_receivers: int) -> Ticket | None:
+        if self._sent[0] == version and self._sent[1] != self._num_learnt:
+            raise WeightsGone(f"weights of version {version} are gone")
         return self._sender.invite(version, num_receivers)
 
     def send(self, version: int) -> Callable[[], Ticket]:
         self.num_sent += 1
+        self._sent = (version, self._num_learnt)
         sending = _THREADS.submit(self._sender.send, version, self.model.named_parameters())
         return sending.result
 
@@ -62,5 +68,6 @@ class ModelWeights:
 
     def nudge(self) -> None:
         """As if it had learnt something."""
+        self._num_learnt += 1
         for parameter in self.model.parameters():
             parameter.mul_(1.01)

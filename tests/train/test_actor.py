@@ -21,7 +21,7 @@ from practicum.controller import (
     WorkerGroup,
 )
 from practicum.data import plan_micro_batches
-from practicum.errors import RolloutError, TrainingError, WorkerError
+from practicum.errors import RolloutError, TrainingError, WeightsGone, WorkerError
 from practicum.models import DTYPES, load_model, load_tokenizer
 from practicum.replay import Recording, ReplaySettings
 from practicum.train import ActorSettings, ActorWorker, MiniBatch, UpdateStats
@@ -315,6 +315,22 @@ def test_weights_are_sent_in_the_engines_dtype_and_log_probs_prove_them(dtype: s
         for name, parameter in parameters.items():
             parameter.data.copy_(taken[name])
         fingerprint.compare("engine", 1, expected, alone(engine, fingerprint.sequences))
+    finally:
+        group.shutdown()
+
+
+def test_a_version_can_be_sent_again_until_something_is_learnt(tiny_model: Path) -> None:
+    group = LocalWorkerGroup(RayClassWithInitArgs(ActorWorker, settings(tiny_model)), name="actor")
+    try:
+        group.execute_all(ActorWorker.open_channel, "shm", ChannelSettings())
+        for _ in range(2):
+            assert group.execute_all(ActorWorker.send, 1)[0] is not None
+        group.map(ActorWorker.update, mini_batches(SAMPLES, 1, 200))
+        for call in (ActorWorker.invite, ActorWorker.send):
+            with pytest.raises(WorkerError, match="there have been 1 updates since") as refused:
+                group.execute_all(call, 1)
+            assert isinstance(refused.value.cause, WeightsGone)
+        assert group.execute_all(ActorWorker.send, 2)[0] is not None
     finally:
         group.shutdown()
 

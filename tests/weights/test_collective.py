@@ -131,3 +131,22 @@ def test_an_engine_that_takes_too_long(threads: ThreadPoolExecutor) -> None:
 def test_sending_without_an_invitation_is_refused() -> None:
     with pytest.raises(RolloutError, match="call invite first"):
         make().send(1, random_tensors(1))
+
+
+def test_what_is_called_off_is_not_waited_for(threads: ThreadPoolExecutor) -> None:
+    sender = make(num_receivers=2)
+    ticket = sender.invite(1)
+    reading = threads.submit(lambda: copied(CollectiveReader().read(ticket, 30.0)))
+    sending = threads.submit(sender.send, 1, random_tensors(1))
+    began = time.monotonic()
+    ticket.call_off()
+    for waiting in (reading, sending):
+        with pytest.raises(RolloutError, match="it was called off"):
+            waiting.result(30)
+    assert time.monotonic() - began < 5
+    ticket = sender.invite(1, num_receivers=1)  # another invitation is another matter
+    reading = threads.submit(lambda: copied(CollectiveReader().read(ticket, 30.0)))
+    sender.send(1, random_tensors(1))
+    assert_same(reading.result(30), random_tensors(1))
+    sender.close()
+    ticket.call_off()  # nobody is there any more

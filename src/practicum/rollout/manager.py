@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Self
 
 from practicum.controller import side_by_side
-from practicum.errors import PracticumError, RolloutError, WorkerError
+from practicum.errors import PracticumError, RolloutError, WeightsGone, WorkerError
 from practicum.rollout.delivery import WeightDelivery
 from practicum.rollout.replica import RolloutReplica
 from practicum.rollout.writing import Answer, ExpectedLengths, HandingOut, WritingRound
@@ -59,6 +59,7 @@ class RolloutManager:
         self._is_closed = False
         self._num_tries = dict.fromkeys((replica.number for replica in self.replicas), 0)
         self._returning: dict[int, Future[None]] = {}
+        self._late: set[int] = set()  # started again when the trainer had learnt on: they wait for the next weights
         self._updates = threading.Lock()  # of two versions one comes after the other
         self._giving = threading.Lock()  # weights are given by one thread at a time
         self._threads = ThreadPoolExecutor(max(1, len(self.replicas)), thread_name_prefix="practicum-replicas")
@@ -102,7 +103,11 @@ class RolloutManager:
                     for replica in self.replicas:
                         replica.update_weights(version)
                 else:
-                    for replica, problem in self._delivery.send(self.well(), version).items():
+                    late = self._take_late()
+                    failed = self._delivery.send([*self.well(), *late], version)
+                    for replica in late:
+                        replica.problem = ""
+                    for replica, problem in failed.items():
                         self.lose(replica, problem)
             self._forgive()  # now that there are weights to come back to
         if not self.well():
@@ -156,6 +161,7 @@ class RolloutManager:
         with self._news:
             if replica.number in self._returning or self._is_closed:
                 return
+            self._late.discard(replica.number)
             self._num_tries[replica.number] += 1
             replica.problem = reason
             if self._num_tries[replica.number] > _MOST_RESTARTS:
@@ -173,9 +179,14 @@ class RolloutManager:
             replica.restart()
             replica.wake_up()
             with self._giving:  # to the end: new weights are not to be sent round while it is neither here nor there
+                problem = ""
                 if self._delivery is not None and self.version >= 0:
-                    self._delivery.send_again(replica, self.version)
-                self._is_back(replica, "")
+                    try:
+                        self._delivery.send_again(replica, self.version)
+                    except WeightsGone as error:  # newer ones must not go by the old version
+                        log.warning("%s waits for the next weights: %s", replica.name, error)
+                        problem = str(error)
+                self._is_back(replica, problem, is_late=bool(problem))
         except PracticumError as error:
             self._is_back(replica, str(error))
             self.lose(replica, str(error))
@@ -183,9 +194,11 @@ class RolloutManager:
             self._is_back(replica, f"{type(error).__name__}: {error}")
             raise
 
-    def _is_back(self, replica: RolloutReplica, problem: str) -> None:
+    def _is_back(self, replica: RolloutReplica, problem: str, *, is_late: bool = False) -> None:
         with self._news:
             replica.problem = problem
+            if is_late:
+                self._late.add(replica.number)
             del self._returning[replica.number]
             self._news.notify_all()
 
@@ -204,16 +217,25 @@ class RolloutManager:
     def _put_all_to_sleep(self) -> None:
         if self.sleeps:
             self._wait_for_returning()  # or they would come back awake
-            side_by_side(self._put_to_sleep, self.well())
+            with self._news:
+                late = [own for own in self.replicas if own.number in self._late]
+            side_by_side(self._put_to_sleep, [*self.well(), *late])
 
     def _forgive(self) -> None:
         """Whoever stayed away is tried again."""
         with self._news:
             for replica in self.replicas:
-                if replica.number not in self._returning:
+                if replica.number not in self._returning and replica.number not in self._late:
                     self._num_tries[replica.number] = 0
                     if replica.problem:
                         self.lose(replica, replica.problem)
+
+    def _take_late(self) -> list[RolloutReplica]:
+        """To be given weights with the others, and counted among them from then on."""
+        with self._news:
+            late = [own for own in self.replicas if own.number in self._late]
+            self._late.clear()
+        return late
 
     def _forget_sessions(self) -> None:
         """Of those nobody has gone on with for long."""
@@ -231,7 +253,9 @@ class RolloutManager:
             if not replica.is_own:
                 raise
             log.warning("%s is ended, to be started again when needed: it did not fall asleep: %s", replica.name, error)
-            replica.problem = str(error)
+            with self._news:
+                replica.problem = str(error)
+                self._late.discard(replica.number)
             replica.end()
 
     def _or_lose(self, replica: RolloutReplica, do: Callable[[], None]) -> None:

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from practicum.algo import clipped_policy_loss, k3
 from practicum.controller import Worker
 from practicum.data import MicroBatch, pack
-from practicum.errors import TrainingError
+from practicum.errors import TrainingError, WeightsGone
 from practicum.models import DTYPES, load_model, load_tokenizer, resolve_device
 from practicum.replay import Placed, ReplaySession, ReplaySettings, ReplayStats
 from practicum.train.checkpoint import load_training_state, save_rest, save_training_state, save_whole_model
@@ -142,6 +142,7 @@ class ActorWorker(Worker):
             self._model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay
         )
         self._num_updates = 0
+        self._sent = (-1, 0)  # the version that was sent last, and after how many updates
 
     def close(self) -> None:
         self.close_channel()
@@ -207,16 +208,28 @@ class ActorWorker(Worker):
 
     def invite(self, version: int, num_receivers: int | None = None) -> Ticket | None:
         """What receivers need before `send`, where they must meet the sender; rank 0 knows."""
+        self._check_not_gone(version)
         return None if self._sender is None else self._sender.invite(version, num_receivers)
 
     def send(self, version: int, dtype: str | None = None) -> Ticket | None:
-        """Send the current weights. All ranks must call it; rank 0 returns the ticket that receivers need."""
+        """Send the current weights. All ranks must call it; rank 0 returns the ticket that receivers need. A version
+        can be sent again, but not with what has been learnt since: that is `WeightsGone`."""
+        self._check_not_gone(version)
+        self._sent = (version, self._num_updates)
         tensors = iter(self.publish(version, dtype).tensors)
         try:
             return None if self._sender is None else self._sender.send(version, tensors)
         finally:
             for _ in tensors:  # the other ranks gather too; and if the sender gives up, they are not left waiting
                 pass
+
+    def _check_not_gone(self, version: int) -> None:
+        sent, num_updates = self._sent
+        if version == sent and num_updates != self._num_updates:
+            raise WeightsGone(
+                f"weights of version {version} cannot be sent again: there have been {self._num_updates - num_updates} "
+                "updates since. They come with the next version."
+            )
 
     @torch.no_grad()
     def log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:

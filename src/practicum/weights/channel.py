@@ -35,6 +35,9 @@ class Ticket:
     channel: ClassVar[str]
     version: int
 
+    def call_off(self) -> None:
+        """Somebody who was to come is gone: nobody is to wait for all any longer. Only where both sides meet."""
+
 
 T = TypeVar("T", bound=Ticket)
 

@@ -43,6 +43,7 @@ _ALIGNMENT = 16  # of each tensor in its bucket, so that any dtype can be viewed
 _POLL_S = 0.002
 # A group gives up by itself, so much later than whoever waits for it. NCCL's takes the whole process with it.
 _GLOO_GRACE_S, _NCCL_GRACE_S = 0.3, 600.0
+_CALL_OFF_S = 10.0
 _NEARLY_S = 0.1  # gloo counts in milliseconds, and rounds down
 
 
@@ -54,6 +55,12 @@ class CollectiveTicket(Ticket):
     number: int  # of the invitation: a version that is sent again has another
     num_receivers: int
     backend: str
+
+    def call_off(self) -> None:
+        with contextlib.suppress(RuntimeError):  # if the trainer is gone too, nobody waits
+            timeout = datetime.timedelta(seconds=_CALL_OFF_S)
+            store = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout)
+            store.set(_called_off(self), "")
 
 
 class CollectiveSender(Sender[CollectiveTicket]):
@@ -221,9 +228,15 @@ def _arrivals(ticket: CollectiveTicket) -> str:
     return f"arrivals-{ticket.number}"
 
 
+def _called_off(ticket: CollectiveTicket) -> str:
+    return f"called-off-{ticket.number}"
+
+
 def _wait_for_all(store: Any, ticket: CollectiveTicket, deadline: Deadline) -> None:
     try:
         while (num := store.add(_arrivals(ticket), 0)) < ticket.num_receivers:
+            if store.check([_called_off(ticket)]):
+                raise lost("collective", ticket.version, "it was called off, since one of those invited is gone.")
             if deadline.is_over:
                 raise lost(
                     "collective",

@@ -30,7 +30,6 @@ LOG_PROBS, GREEDY, DEMO, WEIGHTS = "log-probs", "greedy", "demo", "weights"
 TOKENS, CPU = "tokens/s", "CPU s per 1000 tokens"
 SHARE = "share of the matrix rate"
 DIFFERENCE = "largest difference to a full forward pass"
-END_S = 3.0  # then they are killed: nothing of worth is left in them
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +41,7 @@ class Sizes:
     demo: Plan
     demo_accuracy: float  # of its model before the training
     demo_backend: str
+    end_s: float  # then contestants are killed: nothing of worth is left in them
 
 
 FULL = Sizes(
@@ -52,6 +52,7 @@ FULL = Sizes(
     demo=Plan(warmup_steps=4, num_rounds=8, steps_per_turn=5, extra_rounds=16, patience_s=300),
     demo_accuracy=0.3,
     demo_backend="ray",
+    end_s=3.0,
 )
 QUICK = Sizes(
     num_prompts=8,
@@ -61,6 +62,7 @@ QUICK = Sizes(
     demo=Plan(warmup_steps=1, num_rounds=1, steps_per_turn=2),
     demo_accuracy=0.0,
     demo_backend="local",  # starting Ray twice takes too long for a quick look
+    end_s=0.3,
 )
 
 
@@ -149,7 +151,7 @@ def contest(
         for name, command in entries.items():
             program = [*command, str(folder / "job.json"), name]
             env = peer_environment(name, command)
-            everyone.append(stack.enter_context(Contestant(name, program, folder, env, end_s=END_S)))
+            everyone.append(stack.enter_context(Contestant(name, program, folder, env, end_s=sizes.end_s)))
         ours = everyone[0]
         versions = {OURS: ours.ready(plan.start_s)}
         found = {check: ours.go(1, plan.turn_s, check)[0].amount for check in checks}  # while the others get ready
@@ -198,7 +200,7 @@ def demo(sizes: Sizes, folder: Path) -> dict[str, Tally]:
     with ExitStack() as stack:
         contestants = [
             stack.enter_context(
-                Contestant(engine, [*program, engine, str(folder), sizes.demo_backend], folder, end_s=END_S)
+                Contestant(engine, [*program, engine, str(folder), sizes.demo_backend], folder, end_s=sizes.end_s)
             )
             for engine in ("native", "hf")
         ]

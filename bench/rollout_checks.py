@@ -46,8 +46,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1},
     "glm4_moe": {**_ROUTED, "head_dim": 16, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
 }
-_PROMPT_LENGTHS, _NUM_GREEDY = (3, 11, 17, 6), 24
-_NUM_COMPARED = 16  # answers of each case
+_PROMPT_LENGTHS, NUM_GREEDY = (3, 11, 17, 6), 24
+NUM_COMPARED = 16  # answers of each case
 _MATRIX_SIZE, _MATRIX_S = 2048, 0.15
 
 
@@ -55,7 +55,7 @@ _MATRIX_SIZE, _MATRIX_S = 2048, 0.15
 
 
 @torch.inference_mode()
-def largest_difference(samples: Sequence[tuple[str, Sequence[Sample]]]) -> float:
+def largest_difference(samples: Sequence[tuple[str, Sequence[Sample]]], num_compared: int = NUM_COMPARED) -> float:
     """Between the log-probs of samples and those of a full forward pass of transformers' model in their folder."""
     from transformers import AutoModelForCausalLM
 
@@ -63,7 +63,7 @@ def largest_difference(samples: Sequence[tuple[str, Sequence[Sample]]]) -> float
     for folder, own in samples:
         if folder not in models:
             models[folder] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        for sample in own[:: max(1, len(own) // _NUM_COMPARED)]:
+        for sample in own[:: max(1, len(own) // num_compared)]:
             ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.token_ids]).astype(np.int64))
             first = len(sample.prompt_ids)
             logits = models[folder](input_ids=ids[None], use_cache=False).logits[0, first - 1 : -1]
@@ -75,13 +75,13 @@ def largest_difference(samples: Sequence[tuple[str, Sequence[Sample]]]) -> float
 # Greedy tokens
 
 
-def equal_families(folder: Path) -> list[str]:
+def equal_families(folder: Path, num_tokens: int = NUM_GREEDY) -> list[str]:
     """The families of which a tiny model writes the same greedy tokens as with `generate`."""
-    return [family for family in FAMILIES if _is_equal(family, folder / family)]
+    return [family for family in FAMILIES if _is_equal(family, folder / family, num_tokens)]
 
 
 @torch.inference_mode()
-def _is_equal(family: str, folder: Path) -> bool:
+def _is_equal(family: str, folder: Path, num_tokens: int) -> bool:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = make_tokenizer()
@@ -93,22 +93,22 @@ def _is_equal(family: str, folder: Path) -> bool:
     tokenizer.save_pretrained(folder)
     chance = np.random.default_rng(0)
     prompts = [chance.integers(len(tokenizer), size=length) for length in _PROMPT_LENGTHS]
-    expected = [_greedy(model, prompt) for prompt in prompts]
+    expected = [_greedy(model, prompt, num_tokens) for prompt in prompts]
     native = NativeRollout(str(folder), device=torch.device("cpu"), dtype=torch.float32, max_batch=len(prompts))
     native.resume()
-    params = SamplingParams(_NUM_GREEDY, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(num_tokens, temperature=0.0, ignore_eos=True)
     samples = native.generate(
         [RolloutRequest(Prompt(str(i), text="-"), ids.astype(np.int32), params, i) for i, ids in enumerate(prompts)]
     )
     return [sample.token_ids.tolist() for sample in samples] == expected
 
 
-def _greedy(model: Any, prompt: Any) -> list[int]:
+def _greedy(model: Any, prompt: Any, num_tokens: int) -> list[int]:
     from transformers import GenerationConfig
 
     model.generation_config = GenerationConfig(pad_token_id=0, do_sample=False)  # none that ends it early
     ids = torch.from_numpy(prompt)[None]
-    written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=_NUM_GREEDY)
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens)
     tokens: list[int] = written[0, len(prompt) :].tolist()
     return tokens
 
@@ -116,20 +116,19 @@ def _greedy(model: Any, prompt: Any) -> list[int]:
 # The matrix rate
 
 
-def matrix_share(case: Case, folder: str, write: Callable[[], Any]) -> float:
+def matrix_share(
+    case: Case, folder: str, write: Callable[[], Any], measure: Callable[[], float] | None = None
+) -> float:
     """What the answers' forward passes need, per second, as a share of what large products of matrices reach.
 
-    For an engine that has written such answers before.
+    For an engine that has written such answers before. `measure` tells what they reach, just before and just after.
     """
-    before = matrix_rate()
+    measure = measure or matrix_rate
+    before = measure()
     began = time.perf_counter()
     write()
     seconds = time.perf_counter() - began
-    return (
-        needed_flops(case, json.loads((Path(folder) / "config.json").read_text()))
-        / seconds
-        / max(before, matrix_rate())
-    )
+    return needed_flops(case, json.loads((Path(folder) / "config.json").read_text())) / seconds / max(before, measure())
 
 
 def matrix_rate() -> float:

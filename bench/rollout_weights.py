@@ -31,7 +31,7 @@ PATIENCE_S = 120.0
 
 
 def rows(options: Options) -> list[Row]:
-    num_bytes, num_rounds = (100_000_000, 2) if options.quick else (500_000_000, 7)
+    num_bytes, num_rounds = (20_000_000, 2) if options.quick else (500_000_000, 7)
     tallies = measured(num_bytes, num_rounds)
     case = f"weights, {num_bytes // 1_000_000} MB of float32"
     found = []

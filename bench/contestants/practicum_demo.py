@@ -27,6 +27,7 @@ def main() -> None:
         "trainer.checkpoint_every=0",
         "data.validation=null",
         "validation.every=0",
+        "actor.router_replay.mode=disabled",  # not every engine keeps routes, and both are to do the same
     ]
     config = demo_config(folder, overrides)
     answers_per_step = config.data.prompts_per_step * config.rollout.answers_per_prompt

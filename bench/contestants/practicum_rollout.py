@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,21 @@ import numpy as np
 import torch
 
 from bench.contestant import Line, step
-from bench.rollout_checks import equal_families, largest_difference, matrix_share
+from bench.rollout_checks import (
+    NUM_COMPARED,
+    NUM_GREEDY,
+    equal_families,
+    largest_difference,
+    matrix_rate,
+    matrix_share,
+)
 from bench.rollout_work import Answer, Case, Job, Prompts, take_steps
 from practicum import Sample
 from practicum.rollout.native import NativeRollout
 from practicum.types import Prompt, RolloutRequest, SamplingParams
 
 LOG_PROBS, GREEDY, MATRIX_RATE = "log-probs", "greedy", "matrix rate, "
+QUICK_COMPARED, QUICK_GREEDY = 2, 8
 
 
 class Native:
@@ -49,10 +57,12 @@ def main() -> None:
     torch.set_num_threads(job.threads)
     natives = {name: Native(folder) for name, folder in job.models_used().items()}
 
+    measure = cache(matrix_rate) if job.quick else matrix_rate  # a quick look: once for all cases
+
     def matrix_step(name: str) -> dict[str, Any]:
         case = job.cases[name]
         prompts = case.prompts(0, job.vocabulary)
-        share = matrix_share(case, job.models[case.model], lambda: natives[case.model].write(case, prompts))
+        share = matrix_share(case, job.models[case.model], lambda: natives[case.model].write(case, prompts), measure)
         return step(1.0, share)
 
     def log_probs_step() -> dict[str, Any]:
@@ -60,11 +70,11 @@ def main() -> None:
             name: natives[case.model].write(case, case.prompts(0, job.vocabulary)) for name, case in job.cases.items()
         }
         samples = [(job.models[job.cases[name].model], own) for name, own in written.items()]
-        return step(1.0, largest_difference(samples))
+        return step(1.0, largest_difference(samples, QUICK_COMPARED if job.quick else NUM_COMPARED))
 
     def greedy_step() -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="bench-families-") as folder:
-            return step(1.0, len(equal_families(Path(folder))))
+            return step(1.0, len(equal_families(Path(folder), QUICK_GREEDY if job.quick else NUM_GREEDY)))
 
     others: dict[str, Callable[[], dict[str, Any]]] = {
         MATRIX_RATE + name: partial(matrix_step, name) for name in job.cases

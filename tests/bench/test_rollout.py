@@ -172,7 +172,7 @@ def test_a_wrong_log_prob_would_be_seen(models: dict[str, str]) -> None:
 def test_a_family_whose_greedy_tokens_differ_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_checks, "FAMILIES", {"llama": {}, "mixtral": rollout_checks.FAMILIES["mixtral"]})
     assert rollout_checks.equal_families(tmp_path / "same") == ["llama", "mixtral"]
-    monkeypatch.setattr(rollout_checks, "_greedy", lambda model, prompt: [0])
+    monkeypatch.setattr(rollout_checks, "_greedy", lambda model, prompt, num_tokens: [0])
     assert rollout_checks.equal_families(tmp_path / "other") == []
 
 

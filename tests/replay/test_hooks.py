@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from practicum.errors import ReplayError
-from practicum.models import load_model
+from practicum.models import empty_model, load_model
 from practicum.replay import RouteRecorder, RouteReplayer, check_replayable, find_routers, router_shape
 from tests.rollout.families import DENSE, MIXED, UNSUPPORTED, save_family
 
@@ -63,8 +63,8 @@ def learn(model: Any, tokens: Tensor = TOKENS) -> None:
 def test_routers_are_found_by_layer_and_their_choice_is_kept(family: str, layers: list[int], tmp_path: Path) -> None:
     model = loaded(family, tmp_path)
     assert list(find_routers(model)) == layers
-    shape = router_shape(model)
-    assert shape.layers.tolist() == layers
+    for known in (model, empty_model(model.config)):  # without weights too
+        assert router_shape(known).layers.tolist() == layers
     recorder = RouteRecorder(model)
     with torch.no_grad():
         model(input_ids=TOKENS)

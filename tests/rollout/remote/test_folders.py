@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from practicum.models import load_model, load_tokenizer
-from practicum.rollout.remote.folders import eos_ids_of, routing_layers, write_folder
+from practicum.rollout.remote.folders import eos_ids_of, write_folder
 
 
 def test_a_written_folder_is_a_model_with_those_weights(tiny_model: Path, tmp_path: Path) -> None:
@@ -41,18 +41,3 @@ def test_all_end_of_text_tokens_are_found(tiny_model: Path, tmp_path: Path) -> N
     assert eos_ids_of(str(tmp_path)) == [1, 9]
     (tmp_path / "generation_config.json").unlink()
     assert eos_ids_of(str(tmp_path)) == [1]
-
-
-def test_layers_that_route_are_found_among_those_that_do_not(tiny_model: Path, tmp_path: Path) -> None:
-    from transformers import DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
-
-    assert routing_layers(str(tiny_model)).tolist() == [0, 1]
-    shape: dict[str, Any] = {"vocab_size": 18, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
-    LlamaConfig(**shape).save_pretrained(tmp_path / "dense")
-    assert routing_layers(str(tmp_path / "dense")).tolist() == []
-    Qwen3MoeConfig(**shape, mlp_only_layers=[1], decoder_sparse_step=1).save_pretrained(tmp_path / "mixed")
-    assert routing_layers(str(tmp_path / "mixed")).tolist() == [0, 2]
-    DeepseekV3Config(**shape, first_k_dense_replace=1, n_routed_experts=16, n_group=4).save_pretrained(
-        tmp_path / "late"
-    )
-    assert routing_layers(str(tmp_path / "late")).tolist() == [1, 2]

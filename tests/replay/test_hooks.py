@@ -248,3 +248,11 @@ def test_a_router_that_chooses_otherwise_is_found_out(forward: Callable[[Tensor]
 def test_the_number_of_experts_decides_how_they_are_written(tmp_path: Path) -> None:
     shape = router_shape(loaded("qwen3_moe", tmp_path))
     assert shape.dtype is np.uint8
+
+
+def test_layers_in_between_may_have_no_router() -> None:
+    from transformers import Qwen3MoeConfig
+
+    shape: dict[str, Any] = {"vocab_size": 18, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    mixed = Qwen3MoeConfig(**shape, mlp_only_layers=[1], decoder_sparse_step=1)
+    assert router_shape(empty_model(mixed)).layers.tolist() == [0, 2]

@@ -26,8 +26,9 @@ from torch import Tensor
 from practicum.errors import RolloutError
 from practicum.replay import RouteRecorder
 from practicum.rollout.answers import Ending, sample_of, untouched, written_ids
-from practicum.rollout.cpu import use_onednn
+from practicum.rollout.cpu import use_kernels, use_onednn
 from practicum.rollout.inbox import Inbox, Ticket
+from practicum.rollout.kernels import load_kernels
 from practicum.rollout.kv_cache import Decode, KVCache, Prompts, rounded
 from practicum.rollout.own_model import OwnModelRollout
 from practicum.rollout.sampling import draw_each, uniforms
@@ -59,7 +60,8 @@ class NativeRollout(OwnModelRollout):
         self._max_batch = max_batch
         self._cache_gb = cache_gb
         self._cache_bytes = None if cache_gb is None else int(cache_gb * 1e9)
-        self._cache = KVCache()
+        self._kernels = load_kernels() if device.type == "cpu" and dtype == torch.float32 else None
+        self._cache = KVCache(self._kernels)
         if device.type == "cpu" and not stays_loaded:  # a trainer beside it has memory of its own to care for
             keep_freed_memory()
         self._pending: deque[_Pending] = deque()
@@ -285,6 +287,8 @@ class NativeRollout(OwnModelRollout):
             try:
                 if device.type == "cpu":
                     use_onednn(model)
+                if self._kernels is not None:
+                    use_kernels(model, self._kernels)
                 model.set_attn_implementation(name)
                 got = self._trial(ids)
                 difference = float((got - expected).abs().max())

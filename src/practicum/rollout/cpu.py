@@ -76,8 +76,10 @@ def each_expert(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> 
 
 
 def use_kernels(model: Any, kernels: Kernels) -> None:
-    """For all parts of a float32 model that compute what a kernel computes, which is tried out with each. Parameters stay
-    where they are, and so do hooks on the parts."""
+    """For all parts of a float32 model that compute what a kernel computes, which is tried out with each.
+
+    Parameters stay where they are, and so do hooks on the parts.
+    """
     for module in model.modules():
         if isinstance(module, nn.Linear):
             _take_over(module, partial(_linear, kernels, module), module.in_features, _MOST_NUMBERS)

@@ -1,127 +1,12 @@
 /* What the native engine does most on a CPU, in float32, for the few rows of a decoding step. See kernels.py.
 
    Weights lie as torch has them, one row for each output. Libraries rearrange such a matrix before they multiply with it,
-   which for few rows takes as long as the product. Here a product is made of dot products along the rows as they are:
-   ROWS inputs with COLS outputs at a time, whose sums stay in registers. A row's result never depends on other rows. */
+   which for few rows takes as long as the product. Here a product is made of dot products along the rows as they are, a
+   tile of them at a time: see tile.h. A row's result never depends on other rows. */
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
-#if defined(__AVX512F__)
-#define LANES 16
-#define ROWS 4
-#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
-#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
-#elif defined(__AVX__)
-#define LANES 8
-#define ROWS 2
-#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
-#define ODD 1, 3, 5, 7, 9, 11, 13, 15
-#else
-#define LANES 4
-#define ROWS 4
-#define EVEN 0, 2, 4, 6
-#define ODD 1, 3, 5, 7
-#endif
-#define COLS 4
-#define TILE (ROWS * COLS)
-#define NEAR_FLOATS 4096 /* of weights that are used again while they are in the nearest cache */
-#define INLINE static inline __attribute__((always_inline))
-
-/* Without this, compilers load a value from memory again for each of its uses. */
-#if defined(__x86_64__)
-#define KEEP_IN_REGISTER(value) __asm__("" : "+v"(value))
-#elif defined(__aarch64__)
-#define KEEP_IN_REGISTER(value) __asm__("" : "+w"(value))
-#else
-#define KEEP_IN_REGISTER(value)
-#endif
-
-typedef float vec __attribute__((vector_size(LANES * 4)));
-typedef int32_t ints __attribute__((vector_size(LANES * 4)));
-typedef float unaligned __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+#include "tile.h"
 
 int omp_get_thread_num(void); /* not from omp.h, which not every compiler brings */
-
-INLINE long least(long a, long b) { return a < b ? a : b; }
-
-/* ---- vectors ---- */
-
-INLINE vec load(const float *from) { return *(const unaligned *)from; }
-INLINE void store(float *to, vec value) { *(unaligned *)to = value; }
-
-INLINE vec load_some(const float *from, long num) {
-    vec value = {0};
-    memcpy(&value, from, num * sizeof(float));
-    return value;
-}
-
-INLINE vec load_up_to(const float *from, long num) { return num >= LANES ? load(from) : load_some(from, num); }
-
-INLINE void store_up_to(float *to, vec value, long num) {
-    if (num >= LANES) store(to, value);
-    else memcpy(to, &value, num * sizeof(float));
-}
-
-INLINE double total(vec value) {
-    double sum = 0;
-    for (int i = 0; i < LANES; i++) sum += value[i];
-    return sum;
-}
-
-INLINE vec where(ints mask, vec yes, vec no) { return (vec)((mask & (ints)yes) | (~mask & (ints)no)); }
-
-/* To a unit or two in the last place; what is no number stays so. */
-INLINE vec exponential(vec x) {
-    const vec zero = {0}, low = zero - 87.0f, high = zero + 88.0f;
-    x = where(x < low, low, where(x > high, high, x));
-    vec whole = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
-    vec rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-    vec power = zero + 1.9875691500e-4f;
-    power = power * rest + 1.3981999507e-3f;
-    power = power * rest + 8.3334519073e-3f;
-    power = power * rest + 4.1665795894e-2f;
-    power = power * rest + 1.6666665459e-1f;
-    power = power * rest + 5.0000001201e-1f;
-    power = power * rest * rest + rest + 1.0f;
-    return power * (vec)((__builtin_convertvector(whole, ints) + 127) << 23);
-}
-
-/* ---- products ---- */
-
-INLINE void add_products(vec *sums, const float *const *x, const float *const *w, long at, long num) {
-    vec columns[COLS];
-#pragma GCC unroll 4
-    for (int c = 0; c < COLS; c++) {
-        columns[c] = load_up_to(w[c] + at, num);
-        KEEP_IN_REGISTER(columns[c]);
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++) {
-        vec row = load_up_to(x[r] + at, num);
-        KEEP_IN_REGISTER(row);
-#pragma GCC unroll 4
-        for (int c = 0; c < COLS; c++) sums[r * COLS + c] += row * columns[c];
-    }
-}
-
-/* out [ROWS, COLS]: each of the rows with each of the columns. */
-INLINE void tile(const float *const *x, const float *const *w, long width, float *out) {
-    vec sums[TILE] = {0};
-    long at = 0;
-    for (; at + LANES <= width; at += LANES) add_products(sums, x, w, at, LANES);
-    if (at < width) add_products(sums, x, w, at, width - at);
-    int num = TILE;
-#pragma GCC unroll 4
-    for (int lanes = LANES; lanes > 1; lanes /= 2, num /= 2)
-#pragma GCC unroll 8
-        for (int i = 0; i < num; i += 2)
-            sums[i / 2] = __builtin_shufflevector(sums[i], sums[i + 1], EVEN) +
-                          __builtin_shufflevector(sums[i], sums[i + 1], ODD);
-#pragma GCC unroll 4
-    for (int i = 0; i < TILE / LANES; i++) store(out + i * LANES, sums[i]);
-}
 
 /* Rows of x, or those that `index` names: several entries in a row of it may stand for one. */
 typedef struct {
@@ -152,10 +37,6 @@ INLINE long columns_near(long width) {
     return num < COLS ? COLS : num;
 }
 
-INLINE void fetch_ahead(const float *w, long width, long first, long end) {
-    for (const float *at = w + first * width; at < w + end * width; at += 16) __builtin_prefetch(at, 0, 2);
-}
-
 /* The part of all columns that falls to a thread. */
 INLINE void share(long num, int thread, int threads, long *first, long *end) {
     long blocks = (num + COLS - 1) / COLS;
@@ -169,8 +50,6 @@ static void gated_part(Rows rows, long first_row, long end_row, const float *gat
     long near = columns_near(2 * rows.width);
     for (long block = first; block < end; block += near) {
         long stop = least(end, block + near);
-        fetch_ahead(gate, rows.width, stop, least(end, stop + near));
-        fetch_ahead(up, rows.width, stop, least(end, stop + near));
         for (long r = first_row; r < end_row; r += ROWS) {
             const float *x[ROWS], *w[COLS];
             long num_rows = choose_rows(x, rows, r, end_row);
@@ -191,27 +70,36 @@ static void gated_part(Rows rows, long first_row, long end_row, const float *gat
     }
 }
 
-/* out [rows, num] = x [rows, width] x w [num, width] + bias [num] */
-void linear(const float *restrict given, const float *w, const float *bias, float *out, long num_rows, long width,
-            long num, int threads) {
-    Rows rows = {given, 0, 1, width};
-    long near = columns_near(width);
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long block = 0; block < num; block += near) {
-        long stop = least(num, block + near);
-        fetch_ahead(w, width, stop, least(num, stop + near));
+/* rows x w + bias, for some of the columns; a row of the result is so many numbers long. */
+static void linear_part(Rows rows, long num_rows, const float *w, const float *bias, float *out, long out_row,
+                        long first, long end) {
+    long near = columns_near(rows.width);
+    for (long block = first; block < end; block += near) {
+        long stop = least(end, block + near);
         for (long r = 0; r < num_rows; r += ROWS) {
             const float *x[ROWS], *columns[COLS];
             long own_rows = choose_rows(x, rows, r, num_rows);
             for (long c = block; c < stop; c += COLS) {
                 float sums[TILE];
-                long own = choose_columns(columns, w, width, c, stop);
-                tile(x, columns, width, sums);
+                long own = choose_columns(columns, w, rows.width, c, stop);
+                tile(x, columns, rows.width, sums);
                 for (long i = 0; i < own_rows; i++)
                     for (long j = 0; j < own; j++)
-                        out[(r + i) * num + c + j] = sums[i * COLS + j] + (bias ? bias[c + j] : 0.0f);
+                        out[(r + i) * out_row + c + j] = sums[i * COLS + j] + (bias ? bias[c + j] : 0.0f);
             }
         }
+    }
+}
+
+/* out [rows, num] = x [rows, width] x w [num, width] + bias [num] */
+void linear(const float *x, const float *w, const float *bias, float *out, long num_rows, long width, long num,
+            int threads) {
+    Rows rows = {x, 0, 1, width};
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int thread = 0; thread < threads; thread++) {
+        long first, end;
+        share(num, thread, threads, &first, &end);
+        linear_part(rows, num_rows, w, bias, out, num, first, end);
     }
 }
 
@@ -243,7 +131,6 @@ static void down_part(Rows rows, const int64_t *order, const float *shares, long
     long near = columns_near(rows.width);
     for (long block = first; block < end; block += near) {
         long stop = least(end, block + near);
-        fetch_ahead(w, rows.width, stop, least(end, stop + near));
         for (long r = first_row; r < end_row; r += ROWS) {
             const float *x[ROWS], *columns[COLS];
             long own_rows = choose_rows(x, rows, r, end_row);
@@ -295,21 +182,21 @@ void experts(const float *x, const int64_t *chosen, const float *shares, const f
 
 /* ---- norms ---- */
 
+INLINE void norm_row(const float *x, const float *w, float *out, long width, float eps) {
+    vec squares = {0};
+    for (long i = 0; i < width; i += LANES) {
+        vec own = load_up_to(x + i, width - i);
+        squares += own * own;
+    }
+    float scale = 1.0 / sqrt(total(squares) / width + eps);
+    for (long i = 0; i < width; i += LANES)
+        store_up_to(out + i, load_up_to(x + i, width - i) * scale * load_up_to(w + i, width - i), width - i);
+}
+
 /* out = x / sqrt(mean(x * x) + eps) * w, for each row of width numbers */
 void rms_norm(const float *x, const float *w, float *out, long num_rows, long width, float eps, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (num_rows * width > 65536)
-    for (long r = 0; r < num_rows; r++) {
-        const float *from = x + r * width;
-        vec squares = {0};
-        for (long i = 0; i < width; i += LANES) {
-            vec own = load_up_to(from + i, width - i);
-            squares += own * own;
-        }
-        float scale = 1.0 / sqrt(total(squares) / width + eps);
-        for (long i = 0; i < width; i += LANES)
-            store_up_to(out + r * width + i, load_up_to(from + i, width - i) * scale * load_up_to(w + i, width - i),
-                        width - i);
-    }
+    for (long r = 0; r < num_rows; r++) norm_row(x + r * width, w, out + r * width, width, eps);
 }
 
 /* ---- attention ---- */
@@ -353,6 +240,48 @@ INLINE void weigh(const float *weights, const float *values, long num, long widt
 void keep(const float *given, const int64_t *positions, float *kept, long num_rows, long heads, long width, long room) {
     for (long i = 0; i < num_rows * heads; i++)
         memcpy(kept + (i * room + positions[i / heads]) * width, given + i * width, width * sizeof(float));
+}
+
+/* The first `turned` numbers, a half with the other half, by the angles of a position. */
+INLINE void rotate(float *x, const float *cosines, const float *sines, long turned) {
+    long half = turned / 2;
+    for (long i = 0; i < half; i++) {
+        float a = x[i], b = x[i + half];
+        x[i] = a * cosines[i] - b * sines[i];
+        x[i + half] = b * cosines[i + half] + a * sines[i + half];
+    }
+}
+
+typedef struct {
+    const float *weight, *bias, *norm; /* [heads * width, *], [heads * width] or none, [width] or none */
+    long heads;
+} Projection;
+
+/* What comes before attention in a step: query [rows, heads, width], normed and rotated, and keys and values to their
+   places. x is [rows, hidden], cosines and sines [rows, turned]; between has room for [2 * key heads, rows, width]. */
+void project(const float *x, const Projection *projections, const float *cosines, const float *sines,
+             const int64_t *positions, float *query, float *keys, float *values, float *between, long num_rows,
+             long hidden, long width, long turned, long room, float eps, int threads) {
+    Rows rows = {x, 0, 1, hidden};
+    long heads = projections[0].heads, key_heads = projections[1].heads;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+    for (long task = 0; task < heads + 2 * key_heads; task++) {
+        int kind = task < heads ? 0 : task < heads + key_heads ? 1 : 2;
+        long head = kind == 0 ? task : (task - heads) % key_heads;
+        Projection own = projections[kind];
+        float *out = kind == 0 ? query + head * width : between + (task - heads) * num_rows * width;
+        long out_row = kind == 0 ? heads * width : width;
+        linear_part(rows, num_rows, own.weight + head * width * hidden, own.bias ? own.bias + head * width : 0, out,
+                    out_row, 0, width);
+        for (long r = 0; r < num_rows; r++) {
+            float *row = out + r * out_row;
+            if (own.norm) norm_row(row, own.norm, row, width, eps);
+            if (kind < 2) rotate(row, cosines + r * turned, sines + r * turned, turned);
+            if (kind > 0)
+                memcpy((kind == 1 ? keys : values) + ((r * key_heads + head) * room + positions[r]) * width, row,
+                       width * sizeof(float));
+        }
+    }
 }
 
 /* Of one token for each row to those up to its position, from the last `window` of them if that is not 0.

@@ -74,6 +74,7 @@ class KVCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [rows, heads, room, width] each
         self.num_rows = self.room = 0
         self.windows: set[int | None] = set()  # that layers have asked for
+        self.asked: dict[int, tuple[int | None, float]] = {}  # window and scaling, by layer
 
     @property
     def bytes_per_token(self) -> int:
@@ -103,6 +104,10 @@ class KVCache:
         for pair in self._layers.values():
             for part in pair:
                 part[to, :, :length] = part[row, :, :length]
+
+    def kept(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Its keys and values, [rows, heads, room, width] each."""
+        return self._layers[layer]
 
     def clear(self) -> None:
         """Give the memory back."""
@@ -171,8 +176,10 @@ class KVCache:
         if softcap is not None or s_aux is not None:
             raise NotImplementedError("attention with capped scores or with sinks")
         self.windows.add(sliding_window)
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if (layer := getattr(module, "layer_idx", None)) is not None:
+            self.asked[layer] = sliding_window, scaling
         if isinstance(self.step, Decode) and self._kernels is not None:
-            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
             out = self._kernels.attend(query, key, value, self.step.positions, sliding_window, scaling)
             return out[:, None], None
         if isinstance(self.step, Decode):

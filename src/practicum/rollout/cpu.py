@@ -37,6 +37,13 @@ class OneDnnLinear(nn.Linear):
         return _product(input, self.weight, self.bias)
 
 
+def speed_up(model: Any, kernels: Kernels | None) -> None:
+    """Whatever helps a model that stays on a CPU."""
+    use_onednn(model)
+    if kernels is not None:
+        use_kernels(model, kernels)
+
+
 def use_onednn(model: Any) -> None:
     """For all linear layers and experts that are large enough. Does nothing where this build of PyTorch has none."""
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):

@@ -25,7 +25,7 @@ from torch import Tensor
 from practicum.errors import RolloutError
 from practicum.replay import RouteRecorder
 from practicum.rollout.answers import Ending, sample_of, untouched, written_ids
-from practicum.rollout.cpu import use_kernels, use_onednn
+from practicum.rollout.cpu import speed_up
 from practicum.rollout.inbox import Inbox
 from practicum.rollout.kernels import load_kernels
 from practicum.rollout.kv_cache import Decode, KVCache, Prompts, rounded
@@ -290,9 +290,7 @@ class NativeRollout(OwnModelRollout):
             device, self._device = self._device, torch.device("cpu")  # where the model was loaded
             try:
                 if device.type == "cpu":
-                    use_onednn(model)
-                if self._kernels is not None:
-                    use_kernels(model, self._kernels)
+                    speed_up(model, self._kernels)
                 model.set_attn_implementation(name)
                 got = self._trial(ids)
                 difference = float((got - expected).abs().max())
@@ -311,9 +309,8 @@ class NativeRollout(OwnModelRollout):
 
     def _try_lean(self, ids: NDArray[np.int64], expected: Tensor) -> None:
         """From now on decode past transformers' forward, if the model computes the same so."""
-        if self._kernels is None:
-            return
-        self._lean = LeanStep.of(self._model, self._kernels, self._cache)
+        if self._kernels is not None:
+            self._lean = LeanStep.of(self._model, self._kernels, self._cache)
         if self._lean is not None and not float((self._trial(ids) - expected).abs().max()) < _AGREES[torch.float32]:
             self._lean = None
 

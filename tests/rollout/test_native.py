@@ -14,6 +14,7 @@ from practicum.errors import ReplayError, RolloutError
 from practicum.models import load_model
 from practicum.rollout import cpu
 from practicum.rollout.hf import HFRollout
+from practicum.rollout.kernels import load_kernels
 from practicum.rollout.native import NativeRollout
 from practicum.types import Prompt, RolloutRequest, SamplingParams
 from practicum.weights import WeightUpdate
@@ -53,6 +54,16 @@ def odd_requests(params: SamplingParams) -> list[RolloutRequest]:
     return [RolloutRequest(Prompt(str(i), text="?"), one, params, seed=i) for i, one in enumerate(ids)]
 
 
+@pytest.fixture(params=[True, False], ids=["kernels", "no compiler"])
+def has_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    if not request.param:
+        monkeypatch.setenv("CC", "no-such-compiler")
+    load_kernels.cache_clear()
+    yield request.param
+    load_kernels.cache_clear()
+
+
+@pytest.mark.usefixtures("has_compiler")
 @pytest.mark.parametrize("family", [*DENSE, *MIXED])
 def test_every_family_writes_as_generate_does(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "_LEAST_WEIGHTS", 1)  # as if they were large

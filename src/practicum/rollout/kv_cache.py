@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from practicum.rollout.kernels import Kernels
+
 _ROOM_STEP = 64  # rows grow by so many tokens at least
 
 
@@ -66,11 +68,13 @@ class KVCache:
     is_compileable = False
     is_sliding: Sequence[bool] = ()
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: Kernels | None = None) -> None:
         self.step: Prompts | Decode
+        self._kernels = kernels
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [rows, heads, room, width] each
         self.num_rows = self.room = 0
         self.windows: set[int | None] = set()  # that layers have asked for
+        self.asked: dict[int, tuple[int | None, float]] = {}  # window and scaling, by layer
 
     @property
     def bytes_per_token(self) -> int:
@@ -101,6 +105,10 @@ class KVCache:
             for part in pair:
                 part[to, :, :length] = part[row, :, :length]
 
+    def kept(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Its keys and values, [rows, heads, room, width] each."""
+        return self._layers[layer]
+
     def clear(self) -> None:
         """Give the memory back."""
         self._layers.clear()
@@ -123,9 +131,13 @@ class KVCache:
                 values[row, :, :length] = value[0, :, start : start + length]
             return key, value
         num = len(step.positions)
-        rows = torch.arange(num, device=key.device)
-        keys[rows, :, step.positions] = key[:, :, 0]
-        values[rows, :, step.positions] = value[:, :, 0]
+        if self._kernels is not None:
+            self._kernels.keep(key, step.positions, keys)
+            self._kernels.keep(value, step.positions, values)
+        else:
+            rows = torch.arange(num, device=key.device)
+            keys[rows, :, step.positions] = key[:, :, 0]
+            values[rows, :, step.positions] = value[:, :, 0]
         return keys[:num, :, : step.longest], values[:num, :, : step.longest]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -164,6 +176,12 @@ class KVCache:
         if softcap is not None or s_aux is not None:
             raise NotImplementedError("attention with capped scores or with sinks")
         self.windows.add(sliding_window)
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if (layer := getattr(module, "layer_idx", None)) is not None:
+            self.asked[layer] = sliding_window, scaling
+        if isinstance(self.step, Decode) and self._kernels is not None:
+            out = self._kernels.attend(query, key, value, self.step.positions, sliding_window, scaling)
+            return out[:, None], None
         if isinstance(self.step, Decode):
             out = _decoded(query, key, value, self.step.mask(sliding_window), scaling)
         else:

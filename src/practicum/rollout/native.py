@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakMethod
 
@@ -26,11 +25,14 @@ from torch import Tensor
 from practicum.errors import RolloutError
 from practicum.replay import RouteRecorder
 from practicum.rollout.answers import Ending, sample_of, untouched, written_ids
-from practicum.rollout.cpu import use_onednn
-from practicum.rollout.inbox import Inbox, Ticket
+from practicum.rollout.cpu import speed_up
+from practicum.rollout.inbox import Inbox
+from practicum.rollout.kernels import load_kernels
 from practicum.rollout.kv_cache import Decode, KVCache, Prompts, rounded
+from practicum.rollout.lean import LeanStep
 from practicum.rollout.own_model import OwnModelRollout
-from practicum.rollout.sampling import draw_each, uniforms
+from practicum.rollout.rows import Pending, Row
+from practicum.rollout.sampling import draw_each
 from practicum.rollout.sleeping import free_bytes, keep_freed_memory
 from practicum.types import FinishReason, RolloutRequest, RoutedExperts
 from practicum.weights import WeightUpdate
@@ -59,11 +61,13 @@ class NativeRollout(OwnModelRollout):
         self._max_batch = max_batch
         self._cache_gb = cache_gb
         self._cache_bytes = None if cache_gb is None else int(cache_gb * 1e9)
-        self._cache = KVCache()
+        self._kernels = load_kernels() if device.type == "cpu" and dtype == torch.float32 else None
+        self._cache = KVCache(self._kernels)
+        self._lean: LeanStep | None = None
         if device.type == "cpu" and not stays_loaded:  # a trainer beside it has memory of its own to care for
             keep_freed_memory()
-        self._pending: deque[_Pending] = deque()
-        self._rows: list[_Row] = []  # row i of the cache belongs to row i here
+        self._pending: deque[Pending] = deque()
+        self._rows: list[Row] = []  # row i of the cache belongs to row i here
         self._recorder: RouteRecorder | None = None
         if keep_routes:
             self._recorder = RouteRecorder(self._model)
@@ -116,7 +120,7 @@ class NativeRollout(OwnModelRollout):
         room = self._max_batch - len(self._rows) - len(self._pending)
         if is_idle or room > 0:
             for ticket in inbox.take(max(1, room), _WAIT_S if is_idle else 0.0):
-                self._pending.append(_Pending(ticket, Ending(ticket.request.params, self.eos_ids, self._tokenizer)))
+                self._pending.append(Pending(ticket, Ending(ticket.request.params, self.eos_ids, self._tokenizer)))
 
     def _break_off(self, inbox: Inbox) -> None:
         for index in reversed(range(len(self._rows))):
@@ -131,7 +135,7 @@ class NativeRollout(OwnModelRollout):
         """Prompts whose answers find room: so many tokens between two steps of those under way."""
         is_alone = not self._rows
         while self._pending:
-            chosen: list[tuple[_Pending, range]] = []
+            chosen: list[tuple[Pending, range]] = []
             num_tokens = 0
             num_rows, room = len(self._rows), self._longest()
             while self._pending:
@@ -153,7 +157,7 @@ class NativeRollout(OwnModelRollout):
             if not is_alone:
                 return
 
-    def _prefill(self, chosen: Sequence[tuple[_Pending, range]]) -> None:
+    def _prefill(self, chosen: Sequence[tuple[Pending, range]]) -> None:
         """One pass over the prompts; then each answer has a row of its own, and its first token."""
         first = len(self._rows)
         starts = [first]
@@ -169,7 +173,7 @@ class NativeRollout(OwnModelRollout):
         routes = None if self._recorder is None else np.split(self._recorder.take(), np.cumsum(lengths)[:-1])
         for index, (pending, answers) in enumerate(chosen):
             for answer in answers:
-                row = _Row(pending.ticket, answer, pending.ending, lengths[index])
+                row = Row(pending.ticket, answer, pending.ending, lengths[index])
                 if routes is not None:
                     row.routes.append(routes[index])
                 if len(self._rows) > starts[index]:
@@ -220,7 +224,7 @@ class NativeRollout(OwnModelRollout):
             ),
         )
 
-    def _routes_of(self, row: _Row) -> RoutedExperts | None:
+    def _routes_of(self, row: Row) -> RoutedExperts | None:
         if self._recorder is None:
             return None
         experts = np.concatenate(row.routes)
@@ -239,6 +243,8 @@ class NativeRollout(OwnModelRollout):
     ) -> Tensor:
         """Logits [rows, tokens, vocabulary] of tokens [rows, tokens], or only those that `keep` names."""
         self._cache.step = step
+        if self._lean is not None and isinstance(step, Decode):
+            return self._lean(torch.from_numpy(tokens.astype(np.int64)), step)
         only = {} if keep is None else {"logits_to_keep": torch.from_numpy(keep).to(self._device)}
         logits: Tensor = self._model(
             input_ids=torch.from_numpy(tokens.astype(np.int64)).to(self._device),
@@ -284,10 +290,11 @@ class NativeRollout(OwnModelRollout):
             device, self._device = self._device, torch.device("cpu")  # where the model was loaded
             try:
                 if device.type == "cpu":
-                    use_onednn(model)
+                    speed_up(model, self._kernels)
                 model.set_attn_implementation(name)
                 got = self._trial(ids)
                 difference = float((got - expected).abs().max())
+                self._try_lean(ids, expected)
             except Exception as error:  # whatever a family that does other things may raise
                 raise self._unsupported(f"{type(error).__name__}: {error}") from error
             finally:
@@ -299,6 +306,13 @@ class NativeRollout(OwnModelRollout):
         if not difference < _AGREES[model.dtype]:
             raise self._unsupported(f"its log-probs come out different, by {difference:.2g}")
         self._check_windows(model.config.get_text_config())
+
+    def _try_lean(self, ids: NDArray[np.int64], expected: Tensor) -> None:
+        """From now on decode past transformers' forward, if the model computes the same so."""
+        if self._kernels is not None:
+            self._lean = LeanStep.of(self._model, self._kernels, self._cache)
+        if self._lean is not None and not float((self._trial(ids) - expected).abs().max()) < _AGREES[torch.float32]:
+            self._lean = None
 
     def _check_windows(self, config: Any) -> None:
         """A window that is longer than what was tried out must come to our attention, and not through a mask."""
@@ -327,65 +341,6 @@ class NativeRollout(OwnModelRollout):
             f"the native engine does not support the model family {family!r} of {self._path!r} ({why}). "
             "Set rollout.engine=hf, which runs every causal model of transformers."
         )
-
-
-@dataclass(slots=True, eq=False)
-class _Pending:
-    """A request of which some answers have no row yet."""
-
-    ticket: Ticket
-    ending: Ending
-    next_answer: int = 0
-
-    @property
-    def num_left(self) -> int:
-        return self.ticket.request.params.num_answers - self.next_answer
-
-    @property
-    def num_tokens(self) -> int:
-        """To be read before the first is written."""
-        written = self.ticket.request.written
-        return len(self.ticket.request.prompt_ids) + (0 if written is None else len(written.token_ids))
-
-    @property
-    def most_tokens(self) -> int:
-        return len(self.ticket.request.prompt_ids) + self.ticket.request.params.max_new_tokens
-
-
-class _Row:
-    """One answer as it is written."""
-
-    __slots__ = (
-        "_before", "_ending", "_noise", "answer", "length", "log_probs", "most_tokens", "routes", "ticket", "tokens"
-    )  # fmt: skip
-
-    def __init__(self, ticket: Ticket, answer: int, ending: Ending, length: int) -> None:
-        request = ticket.request
-        self.ticket = ticket
-        self.answer = answer
-        self.length = length  # of prompt and answer so far
-        self.most_tokens = len(request.prompt_ids) + request.params.max_new_tokens
-        self.tokens: list[int] = []
-        self.log_probs: list[float] = []
-        self.routes: list[NDArray[Any]] = []
-        self._ending = ending
-        self._before: list[int] = [] if request.written is None else request.written.token_ids.tolist()
-        seed = (request.seed, request.first_answer + answer)
-        self._noise: list[float] = uniforms([seed], request.params.max_new_tokens)[0].tolist()
-
-    def uniform(self) -> float:
-        """The random number of the next token."""
-        return self._noise[len(self._before) + len(self.tokens)]
-
-    def push(self, token: int, log_prob: float) -> FinishReason | None:
-        """Why the answer ends with it; None if it does not."""
-        self.tokens.append(token)
-        self.log_probs.append(log_prob)
-        self.length += 1
-        if self.ticket.on_tokens is not None:
-            self.ticket.on_tokens(self.answer, [token], [log_prob])
-        recent = [*self._before, *self.tokens] if self._ending.reads_text else ()
-        return self._ending.of(token, len(self._before) + len(self.tokens), recent)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

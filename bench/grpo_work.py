@@ -101,10 +101,10 @@ def write_model(folder: Path, mixture_of_experts: bool, seed: int = 0) -> None:
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**shape))
     model.save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
+    make_word_tokenizer().save_pretrained(folder)
 
 
-def _tokenizer() -> Any:
+def make_word_tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

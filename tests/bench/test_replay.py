@@ -1,0 +1,270 @@
+"""The `replay` benchmark, each case on little work: what it counts must be right. Times are not looked at."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks are not part of the installed package
+
+from bench import replay, replay_cost, replay_effect, replay_exact, replay_file, replay_gpu, replay_size
+from bench.contestants.practicum_replay import Side
+from bench.grpo_work import VOCABULARY, write_model
+from bench.harness import Options, Outcome, UsageError
+from bench.replay_models import FAMILIES, Shape, save_family, save_plain
+from bench.replay_work import Learner, load_learner, made_samples, moved_share, policy_loss, to_learn_from
+from bench.turns import Step, Tally
+from practicum.replay import RouteReplayer
+from practicum.types import RoutedExperts
+
+CPU = torch.device("cpu")
+
+
+# Exact
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replay_is_exact(family: str, tmp_path: Path) -> None:
+    found = replay_exact.exactness(load_learner(save_family(family, tmp_path), CPU))
+    assert found.as_recorded == found.gates_with_gradient == 1.0
+    assert found.as_recorded_live < 0.9, "the weights were not changed enough to tell"
+    assert found.checkpointed < 1e-5
+    assert (found.packed is None) == (family == "gpt_oss")  # whose samples have rows of their own in training too
+    assert found.packed is None or found.packed < 1e-4
+    metrics = [row.metric for row in found.rows("exact")]
+    assert metrics[:2] == ["share of token-layers as recorded", "share of gates with a gradient"]
+
+
+def test_layers_are_recomputed_and_with_other_experts_that_would_be_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RouteReplayer, "checkpoint_contexts", lambda _: (nullcontext(), nullcontext()))
+    learner = load_learner(save_family("mixtral", tmp_path), CPU)
+    with pytest.raises(CheckpointError):
+        replay_exact.exactness(learner)
+
+
+def test_a_token_sent_elsewhere_would_be_seen() -> None:
+    experts = np.arange(24, dtype=np.uint8).reshape(3, 2, 4)
+    one = RoutedExperts(experts, np.arange(2, dtype=np.int32), np.array([True, True, False]), 32)
+    other = experts.copy()
+    other[0, 1, 2] = 31
+    other[2] = 0  # where nothing is known
+    assert moved_share([one], [one]) == 0.0
+    assert moved_share([one], [replace(one, experts=other)]) == 0.25
+
+
+@pytest.mark.slow
+def test_two_ranks_are_compared_with_one(tmp_path: Path) -> None:
+    rows = replay_exact.ranks_rows(tmp_path)
+    assert [row.metric.partition(":")[0] for row in rows] == ["R2", "R2", "R3", "R3"]
+    for row in rows:
+        assert row.ours < 1e-3
+        assert row.peer is None or 10 * row.ours < row.peer  # the update itself is far larger
+
+
+def test_samples_are_dealt_out_once() -> None:
+    samples = to_learn_from(made_samples(replay_exact.LENGTHS, 16))
+    ranks = replay_exact.dealt(samples, num_ranks=2, num_parts=2, budget=40)
+    places = [item.place for batches in ranks for batch in batches for micro in batch.micro_batches for item in micro]
+    assert sorted(places) == list(range(len(samples)))
+    assert sum(batch.num_tokens for batch in ranks[0]) == sum(answer for _, answer in replay_exact.LENGTHS)
+
+
+# Effect
+
+
+def test_the_effect_of_every_mode_is_measured(tmp_path: Path) -> None:
+    shape = Shape(4, 64, 16, 16, 4, gates=0.1, experts=2.0, attention=2.0)
+    sizes = replay_effect.Sizes(8, (4, 12), 8)
+    found = replay_effect.measured(save_plain(shape, tmp_path), shape, sizes, CPU)
+    assert found.moved["disabled"] > 0 and found.moved["R3"] == 0.0
+    assert found.moved["R2"] == found.moved["disabled"]  # its record is the trainer's own
+    assert found.kl["R3"] < found.kl["disabled"]
+    assert found.moved_after["R2"] == 0.0
+    assert found.kl_after.keys() == found.moved_after.keys() == {"disabled", "R2"}
+    assert [row.metric.partition(":")[0] for row in found.rows("effect")] == ["R2", "R3", "R2", "R3", "R2", "R2"]
+    assert {row.peer_name for row in found.rows("effect")} == {"disabled"}
+
+
+def test_a_learner_changes_its_weights_by_what_it_has_learnt(tmp_path: Path) -> None:
+    learner: Learner = load_learner(save_family("qwen3_moe", tmp_path), CPU, torch.bfloat16)
+    before = {name: weight.clone() for name, weight in learner.weights()}
+    samples = to_learn_from(made_samples(replay_exact.LENGTHS, 16))
+    learner.forward(samples, backward=policy_loss(samples))
+    learner.step(torch.optim.AdamW([weight for _, weight in learner.weights()], lr=1e-3, weight_decay=0.0))
+    changes = [float((weight - before[name]).abs().max()) for name, weight in learner.weights()]
+    assert max(changes) == pytest.approx(1e-3, rel=0.01)
+    held = dict(learner.model.named_parameters())
+    assert all(torch.equal(held[name], weight.bfloat16()) for name, weight in learner.weights())
+
+
+# Cost
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> replay_cost.Job:
+    folder = tmp_path_factory.mktemp("cost")
+    write_model(folder / "model", mixture_of_experts=True)
+    made = replay_cost.Job(str(folder), str(folder / "model"), 1, num_samples=4, prompt_tokens=4, new_tokens=3)
+    replay_cost.make_samples(made)
+    return made
+
+
+@pytest.mark.parametrize("mode", ["disabled", "R2", "R3"])
+def test_every_side_does_its_work_in_its_mode(mode: str, job: replay_cost.Job) -> None:
+    side = Side(job, mode)
+    try:
+        for case in [case for case, modes in replay_cost.MODES.items() if mode in modes]:
+            num_tokens = 4 * 3 if case == replay_cost.ROLLOUT else sum(s.num_tokens for s in job.read_samples())
+            assert [side.step(case)["amount"] for _ in range(2)] == [num_tokens] * 2
+    finally:
+        side.close()
+
+
+def test_samples_travel_with_their_routes(job: replay_cost.Job, tmp_path: Path) -> None:
+    assert all(sample.routes is not None for sample in job.read_samples())
+    job.write(tmp_path / "job.json")
+    assert replay_cost.Job.read(str(tmp_path / "job.json")) == job
+    assert job.vocabulary == VOCABULARY
+
+
+def test_the_cost_is_that_of_a_step_against_disabled() -> None:
+    tallies = {
+        mode: Tally(steps=[Step(seconds, 100), Step(seconds, 100)], cpu_s=4 * seconds)
+        for mode, seconds in {"disabled": 1.0, "R2": 2.0, "R3": 1.25}.items()
+    }
+    rows = replay_cost.case_rows(replay_cost.UPDATES, tallies)
+    assert [(row.metric, row.ours, row.ratio) for row in rows] == [
+        ("R2: s a step", 2.0, 0.5),
+        ("R2: CPU s a step", 4.0, 0.5),
+        ("R3: s a step", 1.25, 0.8),
+        ("R3: CPU s a step", 2.5, 0.8),
+    ]
+
+
+# Size
+
+
+def test_sizes_are_those_of_the_code_and_of_plain_arrays() -> None:
+    rows = replay_size.size_rows("size 64,8,2", 64, 8, 2, num_tokens=256)
+    sizes = {(row.metric, row.peer_name): row for row in rows if row.peer_name}
+    for kind in replay_size.KINDS:
+        metric = f"bytes per token, {kind}"
+        assert sizes[metric, "uint8"].peer == 16 and sizes[metric, "int32"].peer == 64
+        assert sizes[metric, "bound"].peer == pytest.approx(8.0109, abs=1e-4)  # 2 x log2 C(64, 8) / 8
+        assert sizes[metric, "bound"].ours < 1.1 * 8.02
+    assert sum("MB/s" in row.metric and row.ours > 0 for row in rows) == 4
+    wide = replay_size.size_rows("size 512,10,1", 512, 10, 1, num_tokens=64)
+    assert {row.peer_name for row in wide if row.peer_name} == {"bound", "uint16", "int32"}
+
+
+def test_skewed_routes_are_skewed_in_every_layer_on_its_own() -> None:
+    even, skewed = (replay_size.make_routes(2000, 2, 2, 8, skewed=skewed) for skewed in (False, True))
+    assert (even[..., 0] < even[..., 1]).all() and (skewed[..., 0] < skewed[..., 1]).all()
+    counts = [np.bincount(skewed[:, layer].ravel(), minlength=8) for layer in range(2)]
+    assert all(np.sort(count)[-1] > 3 * np.sort(count)[0] for count in counts)
+    assert np.ptp(np.bincount(even.ravel(), minlength=8)) < 300
+    assert (np.argsort(counts[0]) != np.argsort(counts[1])).any()
+
+
+def test_memory_is_that_of_the_whole_batch() -> None:
+    rows = replay_size.memory_rows(num_tokens=64)
+    assert [(row.peer_name, row.peer) for row in rows] == [("uint8", 6.0), ("int32", 24.0)]
+    assert 3.7 < rows[0].ours < 5.0
+
+
+# File
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("file")
+    return folder / "routes.rec", replay_file.record(folder / "routes.rec", folder / "model")
+
+
+def test_damage_costs_samples_but_never_truth(recorded: tuple[Path, dict[str, Any]]) -> None:
+    path, records = recorded
+    whole = path.read_bytes()
+    assert len(records) == replay_file.NUM_STEPS * replay_file.SAMPLES_PER_STEP
+    for damaged in (replay_file.cuts, replay_file.flips):
+        found = replay_file.suffered(path, whole, records, damaged, 20)
+        assert (found.num, found.crashes, found.wrong) == (20, 0, 0)
+        assert 0 < found.readable < 20 * len(records)
+    path.write_bytes(whole)
+
+
+def test_a_wrong_sample_and_a_crash_would_be_counted(recorded: tuple[Path, dict[str, Any]]) -> None:
+    path, records = recorded
+    whole = path.read_bytes()
+
+    def untouched(data: bytes, dice: random.Random) -> Any:
+        while True:
+            yield data, len(data)
+
+    id = next(iter(records))
+    other = {**records, id: next(reversed(records.values()))}
+    found = replay_file.suffered(path, whole, other, untouched, 1)
+    assert (found.crashes, found.wrong, found.readable) == (0, 1, len(records) - 1)
+    spoilt: Any = {**records, id: None}  # what cannot be compared
+    assert replay_file.suffered(path, whole, spoilt, untouched, 1).crashes == 1
+
+
+# The whole
+
+
+def test_only_what_is_asked_for_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(replay_exact, "ranks_rows", lambda _: done.append("FSDP2") or [])
+    monkeypatch.setattr(
+        replay_exact, "exactness", lambda _: done.append("family") or replay_exact.Exactness(*[1.0] * 5)
+    )
+    monkeypatch.setattr(replay_effect, "measured", lambda *_: done.append("effect") or replay_effect.Effect(*[{}] * 4))
+    monkeypatch.setattr(replay_cost, "contest", lambda _, cases, *__: done.extend(cases) or {c: {} for c in cases})
+    monkeypatch.setattr(replay_cost, "case_rows", lambda *_: [])
+    monkeypatch.setattr(replay_size, "size_rows", lambda case, *_: done.append(case) or [])
+    monkeypatch.setattr(replay_file, "suffered", lambda *_: done.append("file") or replay_file.Damage(num=1))
+    for case in ("exact olmoe", "FSDP2", "effect tiny", "size 8,2,32", "file, cut off"):
+        replay.run(Options(quick=True, peer="none", case=case))
+    assert done == ["family", "FSDP2", "effect", "size 8,2,32", "file"]
+    assert replay.run(Options(case="nothing")) == Outcome([])
+    with pytest.raises(UsageError, match="known: none"):
+        replay.run(Options(peer="verl"))
+
+
+def test_the_script_for_the_gpu_runs_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_gpu, "FAMILIES", ("qwen3_moe",))
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(replay_gpu, "rollout_rows", broken)
+    monkeypatch.setattr(sys, "argv", ["replay_gpu", "--device", "cpu", "--small", "--out", str(tmp_path)])
+    assert replay_gpu.main() == 1
+    found = json.loads((tmp_path / "replay_gpu.json").read_text())
+    assert found["environment"]["failed"] == {"cost rollout": "RuntimeError: no memory"}  # the rest is there
+    cases = [row["case"] for row in found["rows"]]
+    assert list(dict.fromkeys(cases)) == [
+        "exact qwen3_moe",
+        "effect small",
+        "cost update, 1 mini-batch",
+        "cost update, 4 mini-batches",
+    ]
+
+
+def test_the_large_model_has_the_size_it_is_named_for() -> None:
+    shape = replay_gpu.LARGE.shape
+    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * (shape.heads // 2))
+    experts = shape.num_experts * 3 * shape.hidden * shape.expert
+    total = shape.num_layers * (attention + experts + shape.hidden * shape.num_experts)
+    assert 1.55e9 < total + 2 * shape.vocabulary * shape.hidden < 1.65e9

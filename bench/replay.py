@@ -4,7 +4,7 @@
     effect   three models in bfloat16                      replay disabled             replay_effect.py
     cost     rollout, update                               replay disabled             replay_cost.py, in turns
     size     records of five shapes; memory in flight      plain arrays, the bound     replay_size.py
-    file     recordings cut off, or with a wrong bit                                   replay_file.py
+    file     recordings cut off, or with a wrong bit                                   replay_damage.py
 
 The other side is ours too, or arithmetic: there is no peer to install.
 """
@@ -22,14 +22,14 @@ def run(options: Options) -> Outcome:
     # They bring torch, which other benchmarks can do without.
     import torch
 
-    from bench import replay_cost, replay_effect, replay_exact, replay_file, replay_size
+    from bench import replay_cost, replay_damage, replay_effect, replay_exact, replay_size
 
     cost = replay_cost.run(options)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     try:
         before = [*replay_exact.rows(options), *replay_effect.rows(options)]
-        after = [*replay_size.rows(options), *replay_file.rows(options)]
+        after = [*replay_size.rows(options), *replay_damage.rows(options)]
     finally:
         torch.set_num_threads(num_threads)
     return Outcome([*before, *cost.rows, *after], cost.environment)

@@ -38,7 +38,7 @@ MODES: dict[str, Sequence[str]] = {
     UPDATES: ("disabled", "R2", "R3"),
 }
 FULL = Plan(warmup_steps=2, num_rounds=20, steps_per_turn=1, extra_rounds=40, patience_s=600)
-QUICK = Plan(warmup_steps=1, num_rounds=2, steps_per_turn=1)
+QUICK = Plan(warmup_steps=1, num_rounds=1, steps_per_turn=1)
 END_S = 3.0
 
 
@@ -84,7 +84,7 @@ def run(options: Options) -> Outcome:
     wanted = [case for case in MODES if options.wants(case)]
     if not wanted:
         return Outcome([])
-    threads = os.cpu_count() or 1
+    threads = 1 if options.quick else os.cpu_count() or 1
     with tempfile.TemporaryDirectory(prefix="bench-replay-") as name:
         folder = Path(name)
         write_model(folder / "model", mixture_of_experts=True)

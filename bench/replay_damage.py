@@ -1,15 +1,17 @@
-"""A recording cut off at random bytes, and one with a flipped bit: what can still be read, and is any of it wrong?"""
+"""`file`: a recording cut off at random bytes, and one with a flipped bit: what can be read, and is any of it wrong?"""
 
 from __future__ import annotations
 
 import os
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from bench.harness import Options, Row
 from practicum.errors import ReplayError
 from practicum.replay.format import RecordingHeader
 from practicum.replay.records import RecordedSample
@@ -19,6 +21,8 @@ from practicum.types import Prompt, RoutedExperts, Sample, Score, TrainingSample
 HEADER = RecordingHeader("bench-moe", tuple(range(16)), 64, 8, "bench-tokenizer")
 NUM_SAMPLES = 24
 CHUNK_TOKENS = 120  # some three samples
+CUT_OFF, FLIPPED = "file, cut off", "file, a bit flipped"
+NUM_FILES, NUM_FILES_QUICK = 1000, 50
 
 
 @dataclass(slots=True)
@@ -32,6 +36,30 @@ class Damage:
     num_wrong_rows: int = 0  # given out though they are not what was recorded
     num_crashes: int = 0  # any exception but a ReplayError
     num_lost_needlessly: int = 0  # samples not given out though the damage is not in their chunk
+
+    @property
+    def readable_share(self) -> float:
+        """Of the samples of all files."""
+        num_lost = self.num_refused_samples + (self.num_refused + self.num_crashes) * NUM_SAMPLES
+        return 1 - num_lost / (self.num_files * NUM_SAMPLES)
+
+    def rows(self, case: str) -> list[Row]:
+        return [
+            Row(case, f"crashes, of {self.num_files:,} files", self.num_crashes, better="lower"),
+            Row(case, f"wrong rows, of {self.num_rows:,} given out", self.num_wrong_rows, better="lower"),
+            Row(case, "samples lost though the damage is elsewhere", self.num_lost_needlessly, better="lower"),
+            Row(case, "share of samples still readable", self.readable_share),
+        ]
+
+
+def rows(options: Options) -> list[Row]:
+    num = NUM_FILES_QUICK if options.quick else NUM_FILES
+    found: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="bench-replay-") as folder:
+        for case, suffer in ((CUT_OFF, cut_off), (FLIPPED, flipped)):
+            if options.wants(case):
+                found += suffer(num, Path(folder)).rows(case)
+    return found
 
 
 def cut_off(num_files: int, folder: Path, seed: int = 0) -> Damage:

@@ -16,7 +16,7 @@ import numpy as np
 
 from bench.harness import Options, Row
 from practicum.replay import coded
-from practicum.replay.codec import Ids, combinations_of
+from practicum.replay.codec import Ids, decode_routes, encode_routes
 from practicum.types import RoutedExperts, route_dtype
 
 SHAPES = [(8, 2, 32), (64, 8, 16), (128, 8, 48), (256, 8, 58), (512, 10, 48)]  # experts, k, layers
@@ -25,17 +25,6 @@ IN_FLIGHT, SAMPLE_TOKENS, IN_FLIGHT_SHAPE = 1024, 16384, (128, 8, 48)
 BOUND = "bound"
 KINDS = ("random", "Zipf")
 NUM_TIMED = 5
-
-
-def encode(experts: Ids, num_experts: int) -> bytes:
-    """Of [tokens, layers, k]: as recordings have them on disk."""
-    k = experts.shape[2]
-    return combinations_of(num_experts, k).encode(experts.reshape(-1, k))
-
-
-def decode(data: bytes, num_tokens: int, num_layers: int, k: int, num_experts: int) -> Ids:
-    found = combinations_of(num_experts, k).decode(data, num_tokens * num_layers)
-    return found.reshape(num_tokens, num_layers, k)
 
 
 def rows(options: Options) -> list[Row]:
@@ -72,9 +61,9 @@ def timed(experts: Ids, num_experts: int) -> tuple[bytes, float, float]:
     encoding, decoding = [], []
     for _ in range(NUM_TIMED):
         began = time.thread_time()
-        code = encode(experts, num_experts)
+        code = encode_routes(experts, num_experts)
         between = time.thread_time()
-        back = decode(code, num_tokens, num_layers, k, num_experts)
+        back = decode_routes(code, num_tokens, num_layers, k, num_experts)
         decoding.append(time.thread_time() - between)
         encoding.append(between - began)
     if not np.array_equal(back, experts):

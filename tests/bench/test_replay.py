@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,10 +16,11 @@ from torch.utils.checkpoint import CheckpointError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks are not part of the installed package
 
-from bench import replay, replay_cost, replay_effect, replay_exact, replay_file, replay_gpu, replay_size
+from bench import replay, replay_cost, replay_damage, replay_effect, replay_exact, replay_gpu, replay_size
 from bench.contestants.practicum_replay import Side
 from bench.grpo_work import VOCABULARY, write_model
 from bench.harness import Options, Outcome, UsageError
+from bench.replay_damage import Damage
 from bench.replay_models import FAMILIES, Shape, save_family, save_plain
 from bench.replay_work import Learner, load_learner, made_samples, moved_share, policy_loss, to_learn_from
 from bench.turns import Step, Tally
@@ -187,37 +187,10 @@ def test_memory_is_that_of_the_whole_batch() -> None:
 # File
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("file")
-    return folder / "routes.rec", replay_file.record(folder / "routes.rec", folder / "model")
-
-
-def test_damage_costs_samples_but_never_truth(recorded: tuple[Path, dict[str, Any]]) -> None:
-    path, records = recorded
-    whole = path.read_bytes()
-    assert len(records) == replay_file.NUM_STEPS * replay_file.SAMPLES_PER_STEP
-    for damaged in (replay_file.cuts, replay_file.flips):
-        found = replay_file.suffered(path, whole, records, damaged, 20)
-        assert (found.num, found.crashes, found.wrong) == (20, 0, 0)
-        assert 0 < found.readable < 20 * len(records)
-    path.write_bytes(whole)
-
-
-def test_a_wrong_sample_and_a_crash_would_be_counted(recorded: tuple[Path, dict[str, Any]]) -> None:
-    path, records = recorded
-    whole = path.read_bytes()
-
-    def untouched(data: bytes, dice: random.Random) -> Any:
-        while True:
-            yield data, len(data)
-
-    id = next(iter(records))
-    other = {**records, id: next(reversed(records.values()))}
-    found = replay_file.suffered(path, whole, other, untouched, 1)
-    assert (found.crashes, found.wrong, found.readable) == (0, 1, len(records) - 1)
-    spoilt: Any = {**records, id: None}  # what cannot be compared
-    assert replay_file.suffered(path, whole, spoilt, untouched, 1).crashes == 1
+def test_damage_is_counted_over_all_files() -> None:
+    damage = Damage(num_files=4, num_refused=1, num_crashes=1, num_rows=100, num_refused_samples=12, num_wrong_rows=3)
+    assert damage.readable_share == 0.375  # of 4 x 24 samples 24, 24 and 12 cannot be read
+    assert [row.ours for row in damage.rows("file")] == [1, 3, 0, 0.375]
 
 
 # The whole
@@ -233,7 +206,7 @@ def test_only_what_is_asked_for_is_done(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(replay_cost, "contest", lambda _, cases, *__: done.extend(cases) or {c: {} for c in cases})
     monkeypatch.setattr(replay_cost, "case_rows", lambda *_: [])
     monkeypatch.setattr(replay_size, "size_rows", lambda case, *_: done.append(case) or [])
-    monkeypatch.setattr(replay_file, "suffered", lambda *_: done.append("file") or replay_file.Damage(num=1))
+    monkeypatch.setattr(replay_damage, "cut_off", lambda *_: done.append("file") or Damage(num_files=1))
     for case in ("exact olmoe", "FSDP2", "effect tiny", "size 8,2,32", "file, cut off"):
         replay.run(Options(quick=True, peer="none", case=case))
     assert done == ["family", "FSDP2", "effect", "size 8,2,32", "file"]

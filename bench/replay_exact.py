@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from bench.replay_work import (
 from practicum.data import plan_micro_batches
 from practicum.models import load_model
 from practicum.replay import ReplaySettings, RouterShape, router_shape
-from practicum.train import ActorWorker, MiniBatch, UpdateStats
+from practicum.train import ActorSettings, ActorWorker, MiniBatch, UpdateStats
 from practicum.types import RoutedExperts, TrainingSample, route_dtype
 
 if TYPE_CHECKING:
@@ -113,36 +113,42 @@ def ranks_rows(folder: Path) -> list[Row]:
     import ray
 
     from bench.controller_work import start_ray
-    from practicum.controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
     model = save_family("qwen3_moe", folder / "ranks")
     samples = to_learn_from(made_samples(LENGTHS * 2, 16))
-    before = load_model(str(model))
-    shape = router_shape(before)
+    shape = router_shape(load_model(str(model)))
     found: list[Row] = []
-    start_ray()
-    try:
+    with ExitStack() as stack:
+        if not ray.is_initialized():
+            start_ray()
+            stack.callback(ray.shutdown)
         for mode in ("R2", "R3"):
-            made = {}
+            given = [with_routes(item, shape) for item in samples] if mode == "R3" else samples
+            made = []
             for num_ranks in (1, 2):
                 own = folder / f"{mode}-{num_ranks}"
                 own.mkdir()
                 settings = actor_settings(model, lr=1e-3, replay=replay_settings(mode, own))
-                packed = RayClassWithInitArgs(ActorWorker, settings)
-                with ExitStack() as stack:
-                    group: WorkerGroup[ActorWorker]
-                    if num_ranks == 1:
-                        group = LocalWorkerGroup(packed, name=f"{mode}-one")
-                    else:
-                        pool = stack.enter_context(RayResourcePool([num_ranks]))
-                        group = RayWorkerGroup(pool, packed, name=f"{mode}-two")
-                    stack.callback(group.shutdown)
-                    given = [with_routes(item, shape) for item in samples] if mode == "R3" else samples
-                    made[num_ranks] = updated(group, given, own / "saved")
-            found += compared(mode, made[1], made[2], dict(before.named_parameters()))
-    finally:
-        ray.shutdown()
+                with open_group(settings, num_ranks) as group:
+                    made.append(updated(group, given, own / "saved"))
+            found += compared(mode, made[0], made[1], weights_of(model))
     return found
+
+
+@contextmanager
+def open_group(settings: ActorSettings, num_ranks: int) -> Iterator[WorkerGroup[ActorWorker]]:
+    """One rank in this process, several on Ray."""
+    from practicum.controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+    packed = RayClassWithInitArgs(ActorWorker, settings)
+    with ExitStack() as stack:
+        group: WorkerGroup[ActorWorker]
+        if num_ranks == 1:
+            group = LocalWorkerGroup(packed, name="one")
+        else:
+            group = RayWorkerGroup(stack.enter_context(RayResourcePool([num_ranks])), packed, name="several")
+        stack.callback(group.shutdown)
+        yield group
 
 
 Updated = tuple[UpdateStats, dict[str, Tensor]]
@@ -152,7 +158,11 @@ def updated(group: WorkerGroup[ActorWorker], samples: Sequence[TrainingSample], 
     """A step of two updates; what was seen in it, and the weights after it."""
     stats = group.map(ActorWorker.update, dealt(samples, group.world_size, num_parts=2, budget=40))
     group.execute_all(ActorWorker.save, str(folder))
-    return UpdateStats.combined(stats), dict(load_model(str(folder / "model")).named_parameters())
+    return UpdateStats.combined(stats), weights_of(folder / "model")
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in load_model(str(folder)).named_parameters()}
 
 
 def dealt(samples: Sequence[TrainingSample], num_ranks: int, num_parts: int, budget: int) -> list[list[MiniBatch]]:

@@ -42,8 +42,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": _EXPERTS,
     "deepseek_v3": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1},
     "glm4_moe": {**_ROUTED, "head_dim": 16, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
-    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
-}
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+                "max_position_embeddings": 131_072},  # what its positions are made for
+}  # fmt: skip
 
 
 def save_family(family: str, folder: Path) -> Path:

@@ -65,7 +65,7 @@ def test_a_token_sent_elsewhere_would_be_seen() -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_are_compared_with_one(tmp_path: Path) -> None:
+def test_two_ranks_are_compared_with_one(tmp_path: Path, ray_session: None) -> None:
     rows = replay_exact.ranks_rows(tmp_path)
     assert [row.metric.partition(":")[0] for row in rows] == ["R2", "R2", "R3", "R3"]
     for row in rows:

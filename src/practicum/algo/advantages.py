@@ -104,9 +104,8 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, right_above: float
         wrong   (1 - (1 - q) - C(wrong-1, k-1) / C(n-1, k-1)) / s    = -q / s * right / wrong
 
     rewards, groups and the result [samples]. Right or wrong is all that counts, so there is no place for penalties in
-    the reward. For k = 1 it is GRPO with the population's deviation. Where every set of
-    k holds a right answer, or none does, nothing is better than anything else and all advantages are 0; so it is in a
-    group of k answers or fewer.
+    the reward. For k = 1 it is GRPO with the population's deviation. Where every set of k holds a right answer, or none
+    does, nothing is better than anything else and all advantages are 0; so it is in a group of k answers or fewer.
     """
     is_right = rewards > right_above
     right = sums(is_right.double(), groups)

@@ -1,7 +1,7 @@
 """Advantages, losses, KL: pure functions on tensors that know no config.
 
 Each choice is a table from name to function: `ADVANTAGES`, `LOSSES`, `AGGREGATIONS`, `KL_ESTIMATORS`, and `LEVELS` with
-`CORRECTIONS`. A function's keyword-only parameters are its options.
+`CORRECTIONS`. `Objective` puts a loss together from them. A function's keyword-only parameters are its options.
 """
 
 from practicum.algo.advantages import (
@@ -21,6 +21,7 @@ from practicum.algo.aggregation import AGGREGATIONS, Totals
 from practicum.algo.correction import CORRECTIONS, LEVELS, CorrectionFigures
 from practicum.algo.kl import KL_ESTIMATORS, AdaptiveKL, k1, k2, k3
 from practicum.algo.losses import LOSSES, cispo, clipped_policy_loss, gmpo, gspo, gspo_token, ppo, sapo
+from practicum.algo.objective import Losses, Objective, Tokens
 from practicum.algo.outcomes import Outcomes
 from practicum.algo.values import clipped_value_loss, explained_variance
 
@@ -34,7 +35,10 @@ __all__ = [
     "AdaptiveKL",
     "CorrectionFigures",
     "Estimator",
+    "Losses",
+    "Objective",
     "Outcomes",
+    "Tokens",
     "Totals",
     "cispo",
     "clipped_policy_loss",

@@ -52,10 +52,10 @@ def ppo(
     sequences: Tensor,
     *,
     clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    clip_high: float = 0.28,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`clipped_policy_loss`: each token by itself, whatever its sequence."""
+    """`clipped_policy_loss`: each token by itself, whatever its sequence. The bounds are DAPO's; PPO's were 0.2."""
     return clipped_policy_loss(log_probs, old_log_probs, advantages, clip_low, clip_high, dual_clip)
 
 

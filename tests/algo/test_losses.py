@@ -65,7 +65,7 @@ def slow_ppo(
 ) -> tuple[list[float], list[bool]]:
     losses, cut = [], []
     for n, o, a in zip(new, old, adv, strict=True):
-        loss, is_cut = slow_clip(math.exp(n - o), a, 0.2, 0.2)
+        loss, is_cut = slow_clip(math.exp(n - o), a, 0.2, 0.28)
         if dual_clip is not None and a < 0 and loss > -dual_clip * a:
             loss, is_cut = -dual_clip * a, True
         losses.append(loss)

@@ -66,6 +66,7 @@ def test_bounds_that_are_set_are_handed_on() -> None:
         (["algorithm.loss=gspo", "algorithm.dual_clip=3"], r"algorithm\.dual_clip is for algorithm\.loss=ppo"),
         (["algorithm.loss=sapo", "algorithm.clip_low=0.1"], "with sapo nothing reads it"),
         (["algorithm.constant_tokens=9"], r"for algorithm\.aggregation=constant, and with token_mean"),
+        (["algorithm.advantage=gae", "algorithm.resampling_rounds=2"], "teach algorithm.advantage=gae as much"),
         (["algorithm.clip_low=1"], "leaves ppo no bound from below"),
         (["algorithm.kl.target=0.1"], "do nothing while coefficient is 0"),
         (["algorithm.kl.reference=base"], "do nothing while coefficient is 0"),

@@ -146,3 +146,23 @@ def test_all_roles_on_two_ranks_give_the_same_result(
     two = rows(make_config(*told, *there, f"trainer.run_dir={tmp_path / 'two'}"))
     for row, other in zip(timeless(two), timeless(local), strict=True):
         assert row == pytest.approx(other, rel=1e-3, abs=1e-5)
+
+
+def test_prompts_that_teach_nothing_give_way_and_the_run_can_be_resumed(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    reward = f"reward.function={Path(__file__).parents[1] / 'rewards.py'}:odd_prompts_are_all_right"
+    sizes = ("trainer.steps=4", "trainer.checkpoint_every=2", "data.validation=null")
+    told = [reward, "algorithm.resampling_rounds=3", *sizes]
+    found = rows(make_config(*told, f"trainer.run_dir={tmp_path / 'whole'}"))
+    assert sum(row["rollout/renewed_prompts"] for row in found) > 0
+    without = rows(make_config(*told, "algorithm.resampling_rounds=0", f"trainer.run_dir={tmp_path / 'without'}"))
+    signal, plain = (np.mean([row["reward/groups_with_signal"] for row in some]) for some in (found, without))
+    assert signal > plain
+    assert "rollout/renewed_prompts" not in without[0]
+    steps = Trainer(make_config(*told, f"trainer.run_dir={tmp_path / 'parts'}")).steps()
+    for report in steps:
+        if report.number == 3:
+            steps.close()  # type: ignore[attr-defined]
+    again = rows(make_config(*told, f"trainer.run_dir={tmp_path / 'parts'}", "resume=auto"))
+    assert timeless(again) == timeless(found)

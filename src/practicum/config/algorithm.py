@@ -110,6 +110,9 @@ class AlgorithmConfig(Section):
     """Of gae: 0 trusts the critic alone, 1 the rewards alone. None: 0.95."""
     whiten: bool | None = None
     """Whether advantages are scaled to mean 0 and deviation 1 over all tokens of a step. None: with gae alone."""
+    resampling_rounds: int = Field(default=0, ge=0)
+    """Dynamic sampling: how often in a step the prompts whose answers all have the same reward give way to the next
+    ones. Those that are left after the last round stay."""
     loss: Literal["ppo", "gspo", "gspo_token", "gmpo", "cispo", "sapo"] = "ppo"
     """What an advantage does to the probability of a token, and where it ends."""
     clip_low: float | None = Field(default=None, gt=0, le=1)
@@ -167,6 +170,11 @@ class AlgorithmConfig(Section):
                         f"algorithm.{name} is for algorithm.{choice}={readers}, and with {chosen} nothing reads it: "
                         "leave it out"
                     )
+        if self.resampling_rounds and self.advantage not in GROUP_ESTIMATORS:
+            raise ValueError(
+                f"algorithm.resampling_rounds={self.resampling_rounds}: equal rewards of the answers to a prompt teach "
+                f"algorithm.advantage={self.advantage} as much as others: leave it out"
+            )
         if self.loss not in ("cispo", "gmpo") and self.clip_low == 1:
             raise ValueError(f"algorithm.clip_low=1 leaves {self.loss} no bound from below: set it lower")
         if self.advantage == "pass_at_k" and self.kl.coefficient > 0 and self.kl.place == "reward":

@@ -27,6 +27,7 @@ from practicum.errors import ConfigError, DataError
 from practicum.loop.advantages import graded_batch, share_with_signal, with_advantages
 from practicum.loop.learners import Learners
 from practicum.loop.metrics import StepReport, Stopwatch, conversation_metrics, rollout_metrics
+from practicum.loop.resampling import Practice, num_renewed
 from practicum.loop.run_folder import RunFolder, RunState
 from practicum.loop.trackers import open_trackers
 from practicum.loop.writers import check_writers, open_actors, open_learners
@@ -107,14 +108,15 @@ class Trainer:
 
     def _step(self, number: int) -> dict[str, float]:
         watch = Stopwatch()
-        prompts = self._stream.take(self.config.data.prompts_per_step)
-        groups = np.repeat(np.arange(len(prompts)), self.config.rollout.answers_per_prompt)
-        with self._reward.round() as grading:
-            with watch.phase("rollout"):
-                requests = self._requests(prompts, self.config.rollout.sampling, _TRAINING, number)
-                samples, order = self._written(requests, grading)
-            with watch.phase("reward"):
-                graded = grading.result(groups[order].tolist()).in_places(order)
+        first = practice = self._practise(self.config.data.prompts_per_step, number, 0, watch)
+        written = [*first.samples]
+        for attempt in range(1, self.config.algorithm.resampling_rounds + 1):
+            if stale := practice.stale():
+                more = self._practise(len(stale), number, attempt, watch)
+                practice = practice.renewed(more)
+                written += more.samples
+        prompts, samples, graded = practice.prompts, practice.samples, practice.graded
+        groups = np.arange(len(samples)) // practice.per_prompt
         with watch.phase("rollout"):
             baselines = self._baselines(prompts, number)
         batch = graded_batch(number, samples, graded)
@@ -128,13 +130,16 @@ class Trainer:
         if number % self.config.trainer.log_answers_every == 0 or number == 1:
             shown = slice(None, None, max(1, len(samples) // _SHOWN_ANSWERS))  # of different prompts
             self._folder.write_answers(number, samples[shown], graded.scores[shown])
-        metrics = rollout_metrics(samples, graded.scores) | learnt | graded.report.metrics()
+        # Of the prompts as they came: those that took their places were chosen.
+        metrics = rollout_metrics(first.samples, first.graded.scores) | learnt | graded.report.metrics()
         metrics |= {"reward/groups_with_signal": share_with_signal(batch, groups)}
+        if self.config.algorithm.resampling_rounds:
+            metrics |= {"rollout/renewed_prompts": float(num_renewed(first.prompts, prompts))}
         if self._rollout.num_restarts:  # not the same in a run that was resumed, so it stands beside the times
             metrics |= {"time/replica_restarts": float(self._rollout.num_restarts)}
         if self.config.rollout.agent.is_set:
             metrics |= conversation_metrics(self._rollout.take_counts())
-        metrics |= watch.metrics(sum(int(sample.loss_mask.sum()) for sample in samples))
+        metrics |= watch.metrics(sum(int(sample.loss_mask.sum()) for sample in written))
         if self._validation_prompts and self._due(number, self.config.validation.every):
             metrics |= self._validate(number, watch)
         return metrics
@@ -154,6 +159,18 @@ class Trainer:
         samples = [item.sample for item in recorded]
         metrics = rollout_metrics(samples, [item.score for item in recorded if item.score]) | learnt
         return metrics | watch.metrics(sum(int(sample.loss_mask.sum()) for sample in samples))
+
+    def _practise(self, num_prompts: int, number: int, attempt: int, watch: Stopwatch) -> Practice[EncodedPrompt]:
+        """The next prompts, answered and graded."""
+        prompts = self._stream.take(num_prompts)
+        groups = np.repeat(np.arange(num_prompts), self.config.rollout.answers_per_prompt)
+        with self._reward.round() as grading:
+            with watch.phase("rollout"):
+                requests = self._requests(prompts, self.config.rollout.sampling, _TRAINING, number, attempt)
+                samples, order = self._written(requests, grading)
+            with watch.phase("reward"):
+                graded = grading.result(groups[order].tolist()).in_places(order)
+        return Practice(prompts, samples, graded)
 
     def _written(self, requests: Sequence[RolloutRequest], grading: GradingRound) -> tuple[list[Sample], list[int]]:
         """The answers to all requests in their order; and their places in the order in which they were finished and
@@ -197,9 +214,10 @@ class Trainer:
         }
 
     def _requests(
-        self, prompts: Sequence[EncodedPrompt], params: SamplingParams, stream: int, step: int
+        self, prompts: Sequence[EncodedPrompt], params: SamplingParams, stream: int, step: int, attempt: int = 0
     ) -> list[RolloutRequest]:
-        seeds = np.random.SeedSequence([self.config.trainer.seed, stream, step]).generate_state(len(prompts), np.uint64)
+        entropy = [self.config.trainer.seed, stream, step, *([attempt] if attempt else [])]
+        seeds = np.random.SeedSequence(entropy).generate_state(len(prompts), np.uint64)
         return [
             RolloutRequest(prompt, ids, params, int(seed)) for (prompt, ids), seed in zip(prompts, seeds, strict=True)
         ]

@@ -243,10 +243,11 @@ class ActorWorker(Worker):
 
     def _check_not_gone(self, version: int) -> None:
         sent, num_updates = self._sent
-        if version == sent and num_updates != self._learner.num_updates:
+        num_since = self._learner.num_updates - num_updates
+        if version == sent and num_since:
             raise WeightsGone(
-                f"weights of version {version} cannot be sent again: there have been {self._learner.num_updates - num_updates} "
-                "updates since. They come with the next version."
+                f"weights of version {version} cannot be sent again: there have been {num_since} updates since. They "
+                "come with the next version."
             )
 
     @torch.no_grad()

@@ -29,12 +29,8 @@ def config(job: Job) -> Config:
             "data": {"train": job.prompts, "prompts_per_step": job.prompts_per_step, "max_prompt_tokens": 64},
             "rollout": {"answers_per_prompt": job.answers_per_prompt, "max_new_tokens": job.max_new_tokens},
             "reward": {"function": f"{Path(__file__).resolve()}:grade"},
-            "actor": {
-                "lr": job.lr,
-                "clip_low": job.clip_low,
-                "clip_high": job.clip_high,
-                "max_grad_norm": job.max_grad_norm,
-            },
+            "actor": {"lr": job.lr, "max_grad_norm": job.max_grad_norm},
+            "algorithm": {"clip_low": job.clip_low, "clip_high": job.clip_high},
             # More steps than will be taken, so that none of them is the last, which would also write a checkpoint.
             "trainer": {"steps": 1_000_000, "threads_per_worker": job.threads, "run_dir": job.run_dir},
         }

@@ -337,13 +337,19 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """A graded sample as the trainer sees it."""
+    """A graded sample as the trainer sees it. What is per token is [answer]; where nothing is learnt it means nothing.
+
+    Frozen models have their say first, then come the advantages, until when they are no numbers.
+    """
 
     sample: Sample
-    advantages: NDArray[np.float32]  # [answer]
+    advantages: NDArray[np.float32]
     score: Score | None = None
     step: int = 0
     place: int = 0  # among the samples of its step
+    reference_log_probs: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None  # what the critic expected before each token
+    returns: NDArray[np.float32] | None = None  # what it should have
 
     @property
     def id(self) -> str:
@@ -351,8 +357,10 @@ class TrainingSample:
         return f"{self.step}/{self.place}"
 
     def __post_init__(self) -> None:
-        if len(self.advantages) != len(self.sample.token_ids):
-            raise ValueError(f"sample of prompt {self.sample.prompt.id}: advantages and tokens differ in number")
+        for name in ("advantages", "reference_log_probs", "values", "returns"):
+            array = getattr(self, name)
+            if array is not None and len(array) != len(self.sample.token_ids):
+                raise ValueError(f"sample of prompt {self.sample.prompt.id}: {name} and tokens differ in number")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TrainingSample, (self.sample, self.advantages, self.score, self.step, self.place)
+        return TrainingSample, tuple(getattr(self, name) for name in self.__slots__)

@@ -50,3 +50,13 @@ def test_it_tells_whose_experts_are_replayed_and_what_that_takes(make_config: Ca
     assert "about 1.2 bytes a token" in rollout and "recorded in" not in rollout
     own = explanation(make_config("actor.router_replay.mode=R2"))
     assert "R2: the trainer's own" in own and "routes.rec" in own
+
+
+def test_it_tells_of_all_roles_and_what_they_hold(make_config: Callable[..., Config]) -> None:
+    told = ["algorithm.advantage=gae", "algorithm.kl.coefficient=0.1", "actor.epochs=2"]
+    text = explanation(make_config("controller.backend=ray", *told))
+    assert "learners: 1 x (actor + critic + rollout fused in one process)" in text
+    assert "GiB  reference, frozen" in text and "GiB  critic, its gradients, AdamW" in text
+    assert "16 samples a step, learnt from 2 times" in text
+    assert "this process: actor + critic + rollout" in explanation(make_config(*told))
+    assert "reference" not in explanation(make_config()).partition("# memory")[2]

@@ -33,7 +33,7 @@ def two_servers(tiny_model: Path) -> Iterator[list[str]]:
 
 def test_hybrid_writers_are_a_role_of_the_learners(make_config: MakeConfig, local: Controller) -> None:
     config = make_config()
-    with open_learners(config, local, config.model.path) as (actors, manager):
+    with open_learners(config, local, config.model.path) as (actors, _, manager):
         assert [replica.name for replica in manager.replicas] == [actors.name] == ["learners"]
         manager.update_weights(3)
         answers = [answer for some in manager.write(requests_of(3)) for answer in some]
@@ -42,7 +42,7 @@ def test_hybrid_writers_are_a_role_of_the_learners(make_config: MakeConfig, loca
 
 def test_others_have_the_learners_weights_sent_and_compared(make_config: MakeConfig, local: Controller) -> None:
     config = make_config("rollout.placement=standalone")
-    with open_learners(config, local, config.model.path) as (actors, manager):
+    with open_learners(config, local, config.model.path) as (actors, _, manager):
         assert [replica.name for replica in manager.replicas] == ["rollout-0"]
         manager.update_weights(3)
         weights = ActorWeights(actors, "float32", 60.0)

@@ -24,7 +24,7 @@ from practicum.data import plan_micro_batches
 from practicum.errors import RolloutError, TrainingError, WeightsGone, WorkerError
 from practicum.models import DTYPES, load_model, load_tokenizer
 from practicum.replay import Recording, ReplaySettings
-from practicum.train import ActorSettings, ActorWorker, MiniBatch, UpdateStats
+from practicum.train import ActorSettings, ActorWorker, MiniBatch, UpdateStats, totals_of
 from practicum.types import Score, TrainingSample
 from practicum.weights import TIGHTEST, Bound, ChannelSettings, Fingerprint, WeightReceiver, choose
 from practicum.weights.fingerprint import make_sequences, measure
@@ -53,8 +53,6 @@ def settings(model: Path, **changes: Any) -> ActorSettings:
         "num_warmup": 0,
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
-        "clip_low": 0.2,
-        "clip_high": 0.28,
         "temperature": 1.0,
         "gradient_checkpointing": False,
         "collective_timeout_s": 60.0,
@@ -67,9 +65,9 @@ def mini_batches(samples: Sequence[TrainingSample], num_ranks: int, budget: int,
     for part in range(parts):
         members = samples[part::parts]
         plan = plan_micro_batches([m.sample.num_tokens for m in members], num_ranks, budget)
-        num_tokens = sum(len(m.sample.token_ids) for m in members)
+        totals = totals_of(members, max_tokens=8)
         for rank, micros in enumerate(plan):
-            ranks[rank].append(MiniBatch([[members[i] for i in micro] for micro in micros], num_tokens))
+            ranks[rank].append(MiniBatch([[members[i] for i in micro] for micro in micros], totals))
     return ranks
 
 

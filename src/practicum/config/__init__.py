@@ -1,7 +1,9 @@
 """The one config tree: a YAML file plus dotted `key=value` overrides."""
 
-from practicum.config.actor import ActorConfig, AlgorithmConfig, RouterReplayConfig
+from practicum.config.actor import ActorConfig, RouterReplayConfig
+from practicum.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
 from practicum.config.base import Section
+from practicum.config.critic import CriticConfig
 from practicum.config.reward import CacheConfig, LimitsConfig, RewardConfig, RewardModelConfig, TermConfig
 from practicum.config.rollout import AgentConfig, OpenAIConfig, RolloutConfig, VllmConfig
 from practicum.config.tree import (
@@ -22,7 +24,10 @@ __all__ = [
     "CacheConfig",
     "Config",
     "ControllerConfig",
+    "CorrectionConfig",
+    "CriticConfig",
     "DataConfig",
+    "KLConfig",
     "LimitsConfig",
     "ModelConfig",
     "OpenAIConfig",

@@ -1,4 +1,4 @@
-"""The `actor` and `algorithm` sections: how the model learns, and what from."""
+"""The `actor` section: how the model learns."""
 
 from __future__ import annotations
 
@@ -59,20 +59,13 @@ class ActorConfig(Section):
     """AdamW's weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """A longer gradient is scaled down to this norm."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """How far below 1 the ratio of new to old probability may push."""
-    clip_high: float = Field(default=0.28, gt=0)
-    """How far above 1 it may push; more room upwards keeps rare good tokens alive (clip-higher)."""
     mini_batches: int = Field(default=1, ge=1)
-    """Optimizer updates per step; the prompts of a step are divided evenly among them."""
+    """Optimizer updates in one pass over a step; its prompts are divided evenly among them."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the answers of a step. All are compared with the policy from before the first update."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Tokens in one forward and backward pass on one worker. Changes memory, never the gradient."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     router_replay: RouterReplayConfig = RouterReplayConfig()
     """The same experts in rollout and training, or in all updates of a step."""
-
-
-class AlgorithmConfig(Section):
-    name: Literal["grpo"] = "grpo"
-    """How rewards become advantages. grpo: against the mean and deviation of the answers to the same prompt."""

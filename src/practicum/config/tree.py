@@ -14,8 +14,10 @@ from typing import Any, Literal, Self, get_args
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from practicum.config.actor import ActorConfig, AlgorithmConfig
+from practicum.config.actor import ActorConfig
+from practicum.config.algorithm import AlgorithmConfig
 from practicum.config.base import Section
+from practicum.config.critic import CriticConfig
 from practicum.config.reward import RewardConfig
 from practicum.config.rollout import RolloutConfig
 from practicum.errors import ConfigError
@@ -103,7 +105,9 @@ class Config(Section):
     actor: ActorConfig = ActorConfig()
     """How it learns."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """What it learns from the rewards."""
+    """What it learns from the rewards; docs/algorithms.md helps to choose."""
+    critic: CriticConfig = CriticConfig()
+    """The model that says what answers are going to be worth, with algorithm.advantage=gae."""
     trainer: TrainerConfig = TrainerConfig()
     """The run as a whole."""
     controller: ControllerConfig = ControllerConfig()
@@ -156,6 +160,11 @@ class Config(Section):
         return self.samples_per_step // self.actor.mini_batches
 
     @property
+    def num_updates(self) -> int:
+        """Of the actor's, in the whole run."""
+        return (self.trainer.steps - self.critic.warmup_steps) * self.actor.mini_batches * self.actor.epochs
+
+    @property
     def max_sequence_tokens(self) -> int:
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
 
@@ -185,10 +194,11 @@ class Config(Section):
     def batch_algebra(self) -> str:
         """The numbers of one step, as a person would write them down."""
         prompts, answers, updates = self.data.prompts_per_step, self.rollout.answers_per_prompt, self.actor.mini_batches
-        workers, budget = self.trainer.num_workers, self.actor.micro_batch_tokens
+        workers, budget, epochs = self.trainer.num_workers, self.actor.micro_batch_tokens, self.actor.epochs
         most_tokens = -(-self.samples_per_update // workers) * self.max_sequence_tokens
         return (
-            f"{prompts} prompts x {answers} answers = {prompts * answers} samples a step; "
+            f"{prompts} prompts x {answers} answers = {prompts * answers} samples a step"
+            f"{f', learnt from {epochs} times' if epochs > 1 else ''}; "
             f"/ {updates} mini-batch{'es' if updates > 1 else ''} = {prompts * answers / updates:g} samples an update; "
             f"/ {workers} worker{'s' if workers > 1 else ''} = {prompts * answers / updates / workers:g} samples each, "
             f"at most {most_tokens:,} tokens in micro-batches of {budget:,}"
@@ -206,14 +216,29 @@ class Config(Section):
             return tree
         return {**tree, "actor": {**actor, "router_replay": {**replay, "mode": "R3"}}}
 
+    def _check_critic(self) -> None:
+        if not self.algorithm.needs_critic:
+            if self.critic != CriticConfig():
+                raise ValueError(
+                    f"critic: algorithm.advantage={self.algorithm.advantage} has no use for a critic: leave the "
+                    "section out, or set algorithm.advantage=gae"
+                )
+        elif self.actor.router_replay.replay_file is not None:
+            raise ValueError(
+                "actor.router_replay.replay_file: a recording holds no values for a critic to learn from, which "
+                f"algorithm.advantage={self.algorithm.advantage} needs"
+            )
+        elif self.critic.warmup_steps >= self.trainer.steps:
+            raise ValueError(
+                f"critic.warmup_steps={self.critic.warmup_steps} leaves the actor nothing of "
+                f"trainer.steps={self.trainer.steps} to learn in"
+            )
+
     @model_validator(mode="after")
     def _cross_check(self) -> Self:
         self.actor.router_replay.check_engine(self.rollout.engine, self.rollout.enable_rollout_routing_replay)
-        if self.algorithm.name == "grpo" and self.rollout.answers_per_prompt < 2:
-            raise ValueError(
-                "algorithm.name=grpo compares the answers to one prompt with each other: "
-                f"rollout.answers_per_prompt={self.rollout.answers_per_prompt} must be at least 2"
-            )
+        self.algorithm.check_answers(self.rollout.answers_per_prompt)
+        self._check_critic()
         if self.data.prompts_per_step % self.actor.mini_batches:
             raise ValueError(
                 f"data.prompts_per_step={self.data.prompts_per_step} must be a multiple of "
@@ -324,14 +349,13 @@ def _describe(error: ValidationError, source: str) -> str:
 
 
 def _nearest(path: str) -> str:
-    """` Did you mean …?` with the known key most like this one, judged by its last part first."""
+    """` Did you mean …?` with the known key most like this one: of the same name in another section, or else alike."""
     keys = list(known_keys())
     section, _, leaf = path.rpartition(".")
     siblings = [key for key in keys if key.rpartition(".")[0] == section]
-    near = difflib.get_close_matches(path, siblings, n=1, cutoff=0.6) or difflib.get_close_matches(path, keys, n=1)
-    if not near:
-        elsewhere = [key for key in keys if key.rpartition(".")[2] == leaf]
-        near = elsewhere or difflib.get_close_matches(leaf, [k.rpartition(".")[2] for k in keys], n=1)
+    near = [key for key in keys if key.rpartition(".")[2] == leaf]
+    near = near or difflib.get_close_matches(path, siblings, n=1) or difflib.get_close_matches(path, keys, n=1)
+    near = near or difflib.get_close_matches(leaf, [k.rpartition(".")[2] for k in keys], n=1)
     if near:
         return f" Did you mean {near[0]!r}?"
     return f" Known here: {', '.join(siblings)}." if siblings else ""

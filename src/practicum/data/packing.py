@@ -86,8 +86,17 @@ class MicroBatch:
     position_ids: NDArray[np.int64]  # [rows, width], restarting at each sample
     predict_at: NDArray[np.int64]  # [learnt] index into the flattened rows of the position that predicts the token
     targets: NDArray[np.int64]  # [learnt] the token there
+    sequences: NDArray[np.int64]  # [learnt] the index of its sample
     rollout_log_probs: NDArray[np.float32]  # [learnt]
     advantages: NDArray[np.float32]  # [learnt]
+    reference_log_probs: NDArray[np.float32] | None = None  # [learnt]; where samples have them, as the next two
+    values: NDArray[np.float32] | None = None
+    returns: NDArray[np.float32] | None = None
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[samples], how many learnt tokens each has."""
+        return np.bincount(self.sequences, minlength=len(self.starts))
 
 
 def pack(samples: Sequence[TrainingSample], share_rows: bool = True, pad_id: int = 0) -> MicroBatch:
@@ -121,6 +130,11 @@ def pack(samples: Sequence[TrainingSample], share_rows: bool = True, pad_id: int
         chosen = [part[at] for part, at in zip(parts, learnt, strict=True)]
         return np.concatenate([np.empty(0, dtype), *chosen]).astype(dtype)
 
+    def told(parts: list[NDArray[np.float32] | None]) -> NDArray[np.float32] | None:
+        there = [part for part in parts if part is not None]
+        assert len(there) in (0, len(parts)), "all samples of a micro-batch have it, or none"
+        return per_token(there, np.float32) if len(there) == len(parts) else None
+
     before = (
         start + len(s.sample.prompt_ids) - 1 + np.arange(len(s.sample.token_ids))
         for start, s in zip(starts, samples, strict=True)
@@ -131,6 +145,10 @@ def pack(samples: Sequence[TrainingSample], share_rows: bool = True, pad_id: int
         position_ids=position_ids,
         predict_at=per_token(before, np.int64),
         targets=per_token((s.sample.token_ids for s in samples), np.int64),
+        sequences=np.repeat(np.arange(len(samples)), [len(at) for at in learnt]),
         rollout_log_probs=per_token((s.sample.log_probs for s in samples), np.float32),
         advantages=per_token((s.advantages for s in samples), np.float32),
+        reference_log_probs=told([s.reference_log_probs for s in samples]),
+        values=told([s.values for s in samples]),
+        returns=told([s.returns for s in samples]),
     )

@@ -36,7 +36,8 @@ def _placement(config: Config) -> str:
     if config.controller.backend == "local":
         how = "with the actor's weights" if config.rollout.placement == "hybrid" else "with weights of its own"
         writer = f"rollout ({config.rollout.placement}, {config.rollout.engine}, {how})"
-        return f"this process: actor + {writer}, graders; no Ray, for a debugger"
+        critic = "critic + " if config.algorithm.needs_critic else ""
+        return f"this process: actor + {critic}{writer}, graders; no Ray, for a debugger"
     workers, device = config.trainer.num_workers, resolve_device(config.trainer.device).type
     where = f"joined at {config.controller.address}" if config.controller.address else "started on this machine"
     threads = config.trainer.threads_per_worker or max(1, num_cores() // workers)
@@ -53,7 +54,12 @@ def _placement(config: Config) -> str:
 
 
 def _learner(config: Config) -> str:
-    return "(actor + rollout fused in one process)" if config.rollout.placement == "hybrid" else "actor"
+    roles = [
+        "actor",
+        *["critic"] * config.algorithm.needs_critic,
+        *["rollout"] * (config.rollout.placement == "hybrid"),
+    ]
+    return f"({' + '.join(roles)} fused in one process)" if len(roles) > 1 else roles[0]
 
 
 def _writers(config: Config, device: str) -> list[str]:
@@ -117,9 +123,17 @@ def _memory(config: Config) -> str:
     at_once = min(config.rollout.max_batch, -(-config.samples_per_step // writers))
     micro = min(config.actor.micro_batch_tokens, config.samples_per_step * config.max_sequence_tokens)
     learnt = micro * config.rollout.max_new_tokens // config.max_sequence_tokens
+    more = {}
+    if config.algorithm.kl.coefficient > 0:
+        more[f"reference, frozen ({num_parameters:,} parameters / {workers})"] = 4 * num_parameters / workers
+    if config.algorithm.needs_critic:
+        more[f"critic, its gradients, AdamW (about {num_parameters:,} parameters / {workers})"] = (
+            16 * num_parameters / workers
+        )
     layers_kept = 1 if config.actor.gradient_checkpointing else text.num_hidden_layers
     parts = {
         f"master weights, gradients, AdamW ({num_parameters:,} parameters / {workers})": 16 * num_parameters / workers,
+        **more,
         "rollout's copy of the weights" + (" (shared with the actor)" if shared else ""): (
             0 if shared else num_parameters * compute_bytes
         ),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from practicum.replay import ReplayStats
-from practicum.train import UpdateStats
+from practicum.train import CriticStats, UpdateStats
 from practicum.types import Sample, Score
 
 
@@ -109,8 +109,18 @@ def replay_metrics(stats: ReplayStats) -> dict[str, float]:
 
 def update_metrics(stats: UpdateStats) -> dict[str, float]:
     num_tokens = max(1, stats.num_tokens)
+    found = {} if stats.replay is None else replay_metrics(stats.replay)
+    if stats.reference_kl is not None:
+        found["actor/reference_kl"] = stats.reference_kl / num_tokens
+    if stats.correction is not None:
+        found |= {
+            "correction/cut_share": stats.correction.cut_share,
+            "correction/mean_weight": stats.correction.mean_weight,
+            "correction/effective_share": stats.correction.effective_share,
+            "correction/max_weight": stats.correction.max_weight,
+        }
     return {
-        **({} if stats.replay is None else replay_metrics(stats.replay)),
+        **found,
         "rollout/kl": stats.rollout_kl / num_tokens,
         "rollout/largest_gap": stats.rollout_gap,
         "actor/loss": stats.loss / num_tokens,
@@ -118,4 +128,16 @@ def update_metrics(stats: UpdateStats) -> dict[str, float]:
         "actor/clipped_share": stats.clipped / num_tokens,
         "actor/grad_norm": stats.grad_norm,
         "actor/lr": stats.lr,
+    }
+
+
+def critic_metrics(stats: CriticStats, explained_variance: float | None) -> dict[str, float]:
+    """`explained_variance` is that of the values before the update; None where there was nothing to explain."""
+    num_tokens = max(1, stats.num_tokens)
+    return {
+        **({} if explained_variance is None else {"critic/explained_variance": explained_variance}),
+        "critic/loss": stats.loss / num_tokens,
+        "critic/clipped_share": stats.clipped / num_tokens,
+        "critic/grad_norm": stats.grad_norm,
+        "critic/lr": stats.lr,
     }

@@ -37,6 +37,7 @@ class RunState:
 
     step: int
     data_position: int
+    kl_coefficient: float | None = None  # as it stands, where it is adapted
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The loop: the only place that knows the order of things.
 
-    prompts ─▶ rollout ─▶ reward ─▶ advantages ─▶ update ─▶ weights, version + 1
-                 samples     scores     on the driver   all ranks together
+    prompts ─▶ rollout ─▶ reward ─▶ a look by frozen models ─▶ advantages ─▶ update ─▶ weights, version + 1
+                 samples     scores     reference, critic            on the driver   all ranks together
 
 Answers are graded as they are written; every other stage waits for all of the one before it. Who writes them is the
 rollout manager's matter: the learners' own processes (hybrid placement), others on the same places, or on places of
@@ -14,27 +14,27 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from practicum.algo import ADVANTAGES
 from practicum.config import Config
 from practicum.controller import open_controller
-from practicum.data import ShuffledStream, plan_micro_batches, read_prompts
-from practicum.errors import ConfigError, DataError, RewardError
-from practicum.loop.metrics import StepReport, Stopwatch, conversation_metrics, rollout_metrics, update_metrics
+from practicum.data import ShuffledStream, read_prompts
+from practicum.errors import ConfigError, DataError
+from practicum.loop.advantages import graded_batch, share_with_signal, with_advantages
+from practicum.loop.learners import Learners
+from practicum.loop.metrics import StepReport, Stopwatch, conversation_metrics, rollout_metrics
+from practicum.loop.resampling import Practice, num_renewed
 from practicum.loop.run_folder import RunFolder, RunState
 from practicum.loop.trackers import open_trackers
 from practicum.loop.writers import check_writers, open_actors, open_learners
 from practicum.models import absolute, empty_model, encode_prompts, load_config, load_tokenizer
 from practicum.replay import Recording, recording_header
-from practicum.reward import GradedBatch, GradingRound, Progress, check_reward, open_reward_centre
+from practicum.reward import GradingRound, Progress, check_reward, open_reward_centre
 from practicum.rollout.agent.tools import describe_tools
-from practicum.train import ActorWorker, MiniBatch, UpdateStats
 from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams, TrainingSample
 
 EncodedPrompt = tuple[Prompt, NDArray[np.int32]]
@@ -42,7 +42,7 @@ _log = logging.getLogger("practicum")
 _SHOWN_ANSWERS = 8
 _NUM_GROUPS = 3  # that may share the pool: learners, graders, replicas of a reward model; colocated writers come on top
 _PROGRESS_EVERY_S = 10.0
-_TRAINING, _VALIDATION = 0, 1  # streams of random numbers
+_TRAINING, _VALIDATION, _BASELINES = range(3)  # streams of random numbers
 
 
 class Trainer:
@@ -57,7 +57,7 @@ class Trainer:
         self._notify = notify
         self._said_at_s = 0.0
         self.rubric = check_reward(config.reward)
-        _check_length(config, load_config(config.model.path))
+        _check_models(config, load_config(config.model.path))
         tokenizer = load_tokenizer(config.model.path)
         self._tools = [tool.schema for tool in describe_tools(config.rollout.agent.tools)]
         self._recording = _open_recording(config)
@@ -108,29 +108,38 @@ class Trainer:
 
     def _step(self, number: int) -> dict[str, float]:
         watch = Stopwatch()
-        prompts = self._stream.take(self.config.data.prompts_per_step)
-        groups = np.repeat(np.arange(len(prompts)), self.config.rollout.answers_per_prompt)
-        with self._reward.round() as grading:
-            with watch.phase("rollout"):
-                requests = self._requests(prompts, self.config.rollout.sampling, _TRAINING, number)
-                samples, order = self._written(requests, grading)
-            with watch.phase("reward"):
-                graded = grading.result(groups[order].tolist()).in_places(order)
-        batch, signal = self._with_advantages(number, samples, graded, groups)
+        first = practice = self._practise(self.config.data.prompts_per_step, number, 0, watch)
+        written = [*first.samples]
+        for attempt in range(1, self.config.algorithm.resampling_rounds + 1):
+            if stale := practice.stale():
+                more = self._practise(len(stale), number, attempt, watch)
+                practice = practice.renewed(more)
+                written += more.samples
+        prompts, samples, graded = practice.prompts, practice.samples, practice.graded
+        groups = np.arange(len(samples)) // practice.per_prompt
+        with watch.phase("rollout"):
+            baselines = self._baselines(prompts, number)
+        batch = graded_batch(number, samples, graded)
+        with watch.phase("looking"):
+            batch = self._learners.look(batch, groups)
+        batch = with_advantages(batch, groups, self.config.algorithm, self._learners.kl_coefficient, baselines)
         with watch.phase("update"):
-            stats = self._learn(number, batch, groups)
+            learnt = self._learners.learn(number, batch, groups)
         with watch.phase("weights"):
             self._rollout.update_weights(number)
         if number % self.config.trainer.log_answers_every == 0 or number == 1:
             shown = slice(None, None, max(1, len(samples) // _SHOWN_ANSWERS))  # of different prompts
             self._folder.write_answers(number, samples[shown], graded.scores[shown])
-        metrics = rollout_metrics(samples, graded.scores) | update_metrics(stats) | graded.report.metrics()
-        metrics |= {"reward/groups_with_signal": signal}
+        # Of the prompts as they came: those that took their places were chosen.
+        metrics = rollout_metrics(first.samples, first.graded.scores) | learnt | graded.report.metrics()
+        metrics |= {"reward/groups_with_signal": share_with_signal(batch, groups)}
+        if self.config.algorithm.resampling_rounds:
+            metrics |= {"rollout/renewed_prompts": float(num_renewed(first.prompts, prompts))}
         if self._rollout.num_restarts:  # not the same in a run that was resumed, so it stands beside the times
             metrics |= {"time/replica_restarts": float(self._rollout.num_restarts)}
         if self.config.rollout.agent.is_set:
             metrics |= conversation_metrics(self._rollout.take_counts())
-        metrics |= watch.metrics(sum(int(sample.loss_mask.sum()) for sample in samples))
+        metrics |= watch.metrics(sum(int(sample.loss_mask.sum()) for sample in written))
         if self._validation_prompts and self._due(number, self.config.validation.every):
             metrics |= self._validate(number, watch)
         return metrics
@@ -146,13 +155,22 @@ class Trainer:
             batch[item.place] = item
         groups = np.arange(len(batch)) // self.config.rollout.answers_per_prompt
         with watch.phase("update"):
-            stats = self._learn(number, batch, groups)
+            learnt = self._learners.learn(number, self._learners.look(batch, groups), groups)
         samples = [item.sample for item in recorded]
-        metrics = rollout_metrics(samples, [item.score for item in recorded if item.score]) | update_metrics(stats)
+        metrics = rollout_metrics(samples, [item.score for item in recorded if item.score]) | learnt
         return metrics | watch.metrics(sum(int(sample.loss_mask.sum()) for sample in samples))
 
-    def _learn(self, number: int, batch: Sequence[TrainingSample | None], groups: NDArray[np.int64]) -> UpdateStats:
-        return UpdateStats.combined(self._actors.map(ActorWorker.update, self._shared_out(batch, groups), number))
+    def _practise(self, num_prompts: int, number: int, attempt: int, watch: Stopwatch) -> Practice[EncodedPrompt]:
+        """The next prompts, answered and graded."""
+        prompts = self._stream.take(num_prompts)
+        groups = np.repeat(np.arange(num_prompts), self.config.rollout.answers_per_prompt)
+        with self._reward.round() as grading:
+            with watch.phase("rollout"):
+                requests = self._requests(prompts, self.config.rollout.sampling, _TRAINING, number, attempt)
+                samples, order = self._written(requests, grading)
+            with watch.phase("reward"):
+                graded = grading.result(groups[order].tolist()).in_places(order)
+        return Practice(prompts, samples, graded)
 
     def _written(self, requests: Sequence[RolloutRequest], grading: GradingRound) -> tuple[list[Sample], list[int]]:
         """The answers to all requests in their order; and their places in the order in which they were finished and
@@ -169,42 +187,14 @@ class Trainer:
         assert len(samples) == ends[-1]
         return [samples[place] for place in range(len(samples))], list(samples)
 
-    def _with_advantages(
-        self, number: int, samples: Sequence[Sample], graded: GradedBatch, groups: NDArray[np.int64]
-    ) -> tuple[list[TrainingSample | None], float]:
-        """Samples with their advantages, None for those left out; and the share of groups with a signal."""
-        kept = [i for i, is_kept in enumerate(graded.kept) if is_kept]
-        if not kept:
-            reason = next(score.reason for score in graded.scores if score.value is None)
-            raise RewardError(
-                "there is nothing to learn from in this step: every prompt has an answer that could not be graded, and "
-                f"reward.on_failure=drop_group leaves out the others with it. The first: {reason}."
-            )
-        rewards = torch.tensor([graded.scores[i].value for i in kept], dtype=torch.float64)
-        advantages = ADVANTAGES[self.config.algorithm.name](rewards, torch.from_numpy(groups[kept]))
-        batch: list[TrainingSample | None] = [None] * len(samples)
-        for i, advantage in zip(kept, advantages.tolist(), strict=True):
-            of_tokens = np.full(len(samples[i].token_ids), advantage, np.float32)
-            batch[i] = TrainingSample(samples[i], of_tokens, graded.scores[i], number, i)
-        teaching = {int(groups[i]) for i, advantage in zip(kept, advantages.tolist(), strict=True) if advantage != 0}
-        return batch, len(teaching) / len(set(groups.tolist()))
-
-    def _shared_out(self, batch: Sequence[TrainingSample | None], groups: NDArray[np.int64]) -> list[list[MiniBatch]]:
-        """The mini-batches of each rank. Answers to one prompt stay in one mini-batch."""
-        actor, num_ranks = self.config.actor, self.config.trainer.num_workers
-        per_mini_batch = self.config.data.prompts_per_step // actor.mini_batches
-        ranks: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
-        for mini_batch in range(actor.mini_batches):
-            members = [s for s, g in zip(batch, groups, strict=True) if s and g // per_mini_batch == mini_batch]
-            if not members:
-                continue
-            num_tokens = sum(int(member.sample.loss_mask.sum()) for member in members)
-            lengths = [member.sample.num_tokens for member in members]
-            for rank, plan in enumerate(
-                plan_micro_batches(lengths, num_ranks, actor.micro_batch_tokens, self._share_rows)
-            ):
-                ranks[rank].append(MiniBatch([[members[i] for i in micro] for micro in plan], num_tokens))
-        return ranks
+    def _baselines(self, prompts: Sequence[EncodedPrompt], number: int) -> list[float | None] | None:
+        """The reward of a greedy answer to each prompt, None where it could not be graded; where one is wanted."""
+        if self.config.algorithm.advantage != "remax":
+            return None
+        params = replace(self.config.rollout.sampling, temperature=0.0, num_answers=1)
+        with self._reward.round() as grading:
+            _, order = self._written(self._requests(prompts, params, _BASELINES, number), grading)
+            return [score.value for score in grading.result().in_places(order).scores]
 
     def _validate(self, number: int, watch: Stopwatch) -> dict[str, float]:
         params = self.config.validation_sampling
@@ -224,9 +214,10 @@ class Trainer:
         }
 
     def _requests(
-        self, prompts: Sequence[EncodedPrompt], params: SamplingParams, stream: int, step: int
+        self, prompts: Sequence[EncodedPrompt], params: SamplingParams, stream: int, step: int, attempt: int = 0
     ) -> list[RolloutRequest]:
-        seeds = np.random.SeedSequence([self.config.trainer.seed, stream, step]).generate_state(len(prompts), np.uint64)
+        entropy = [self.config.trainer.seed, stream, step, *([attempt] if attempt else [])]
+        seeds = np.random.SeedSequence(entropy).generate_state(len(prompts), np.uint64)
         return [
             RolloutRequest(prompt, ids, params, int(seed)) for (prompt, ids), seed in zip(prompts, seeds, strict=True)
         ]
@@ -235,10 +226,8 @@ class Trainer:
         return number == self.config.trainer.steps or (every > 0 and number % every == 0)
 
     def _checkpoint(self, number: int) -> None:
-        def write(folder: Path) -> None:
-            self._actors.execute_all(ActorWorker.save, str(folder.resolve()))
-
-        self._folder.save_checkpoint(RunState(number, self._stream.position), write)
+        state = RunState(number, self._stream.position, self._learners.kl_coefficient)
+        self._folder.save_checkpoint(state, self._learners.save)
 
     def _start(self, stack: ExitStack, folder: RunFolder) -> None:
         config, resumed = self.config, folder.checkpoint
@@ -259,14 +248,15 @@ class Trainer:
         )
         model_path = absolute(resumed.model_path if resumed else config.model.path)
         if self._recording is not None:
-            self._actors = open_actors(config, controller, model_path)
+            self._learners = Learners(config, open_actors(config, controller, model_path))
         else:
-            self._actors, self._rollout = stack.enter_context(open_learners(config, controller, model_path))
-        self._share_rows = self._actors.execute_rank_zero(ActorWorker.shares_rows)
-        if not self._share_rows:
+            opened = open_learners(config, controller, model_path)
+            actors, critics, self._rollout = stack.enter_context(opened)
+            self._learners = Learners(config, actors, critics)
+        if not self._learners.share_rows:
             self._notify("this model cannot keep samples in one row apart: each gets a row of its own, with padding")
         if resumed:
-            self._actors.execute_all(ActorWorker.load, str(resumed.folder.resolve()))
+            self._learners.load(resumed.folder, resumed.state.kl_coefficient)
         if self._recording is not None:
             return
         self._reward = stack.enter_context(
@@ -317,7 +307,15 @@ def _open_recording(config: Config) -> Recording | None:
     return recording
 
 
-def _check_length(config: Config, model_config: Any) -> None:
+def _check_models(config: Config, model_config: Any) -> None:
+    for key, path in (("algorithm.kl.reference", config.algorithm.kl.reference), ("critic.path", config.critic.path)):
+        if path is not None:
+            own, other = (c.get_text_config().vocab_size for c in (model_config, load_config(path)))
+            if own != other:
+                raise ConfigError(
+                    f"{key}={path} has {other} words, but model {config.model.path!r} has {own}: they must read the "
+                    "same tokens."
+                )
     longest = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if longest and config.max_sequence_tokens > longest:
         raise ConfigError(

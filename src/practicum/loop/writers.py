@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from practicum.config import Config
+from practicum.algo import Objective
+from practicum.config import AlgorithmConfig, Config
 from practicum.controller import Controller, FusedWorker, RayClassWithInitArgs, WorkerGroup
 from practicum.errors import RolloutError
-from practicum.models import num_cores, resolve_device
+from practicum.models import absolute, num_cores, resolve_device
 from practicum.replay import ReplaySettings
 from practicum.reward.router import Router
 from practicum.rollout.early import engine_problems, room_problems
@@ -26,17 +27,21 @@ from practicum.rollout.manager import RolloutManager
 from practicum.rollout.placement import ReplicaSettings, hybrid_manager, open_replicas
 from practicum.rollout.remote.openai import server_address
 from practicum.rollout.worker import RolloutWorker
-from practicum.train import ActorSettings, ActorWorker
+from practicum.train import ActorSettings, ActorWorker, CriticSettings, CriticWorker
 from practicum.weights import ChannelSettings, Place, Ticket, channel_timeout_s, choose
 
 
 @contextmanager
 def open_learners(
     config: Config, controller: Controller, model_path: str
-) -> Iterator[tuple[WorkerGroup[ActorWorker], RolloutManager]]:
-    """The trainer's group and the writers, which end with the block."""
+) -> Iterator[tuple[WorkerGroup[ActorWorker], WorkerGroup[CriticWorker] | None, RolloutManager]]:
+    """Actors, critics where there are any, and the writers, which end with the block."""
     device = _device(config, controller)
-    actor = RayClassWithInitArgs(ActorWorker, actor_settings(config, model_path, device))
+    roles: dict[str, RayClassWithInitArgs[Any]] = {
+        "actor": RayClassWithInitArgs(ActorWorker, actor_settings(config, model_path, device))
+    }
+    if config.algorithm.needs_critic:
+        roles["critic"] = RayClassWithInitArgs(CriticWorker, critic_settings(config, device))
     engine = EngineSettings.of(
         config.rollout,
         model_path,
@@ -53,7 +58,7 @@ def open_learners(
         num_spared=_num_spared(config),
     )
     if config.rollout.placement == "hybrid":
-        rollout = RayClassWithInitArgs(
+        roles["rollout"] = RayClassWithInitArgs(
             RolloutWorker,
             replace(engine, stays_loaded=True),
             weights_from="actor",
@@ -61,15 +66,17 @@ def open_learners(
             is_partial=config.rollout.partial,
             timeout_s=config.controller.call_timeout_s,
         )
-        fused = controller.group(RayClassWithInitArgs(FusedWorker, actor=actor, rollout=rollout), name="learners")
-        with hybrid_manager(fused.role("rollout", RolloutWorker), settings) as manager:
-            yield fused.role("actor", ActorWorker), manager
-        return
-    actors = controller.group(actor, name="learners")
+    fused = controller.group(RayClassWithInitArgs(FusedWorker, **roles), name="learners")
+    actors = fused.role("actor", ActorWorker)
+    critics = fused.role("critic", CriticWorker) if "critic" in roles else None
     with ExitStack() as stack:
-        engine = _served(stack, config, controller, engine)
-        weights = ActorWeights(actors, config.model.dtype, config.controller.call_timeout_s)
-        yield actors, stack.enter_context(open_replicas(config.rollout, controller, engine, weights, settings))
+        if "rollout" in roles:
+            manager = stack.enter_context(hybrid_manager(fused.role("rollout", RolloutWorker), settings))
+        else:
+            engine = _served(stack, config, controller, engine)
+            weights = ActorWeights(actors, config.model.dtype, config.controller.call_timeout_s)
+            manager = stack.enter_context(open_replicas(config.rollout, controller, engine, weights, settings))
+        yield actors, critics, manager
 
 
 def open_actors(config: Config, controller: Controller, model_path: str) -> WorkerGroup[ActorWorker]:
@@ -142,26 +149,69 @@ class ActorWeights:
 
 
 def actor_settings(config: Config, model_path: str, device: str) -> ActorSettings:
-    actor, trainer = config.actor, config.trainer
+    actor, per_step = config.actor, config.actor.mini_batches * config.actor.epochs
     return ActorSettings(
         model_path=model_path,
-        device=device,
-        compute_dtype=config.model.dtype,
-        threads=trainer.threads_per_worker or max(1, num_cores() // trainer.num_workers),
-        seed=trainer.seed,
         lr=actor.lr,
         lr_schedule=actor.lr_schedule,
-        num_updates=trainer.steps * actor.mini_batches,
-        num_warmup=actor.warmup_steps * actor.mini_batches,
+        num_updates=config.num_updates,
+        num_warmup=actor.warmup_steps * per_step,
         weight_decay=actor.weight_decay,
         max_grad_norm=actor.max_grad_norm,
-        clip_low=actor.clip_low,
-        clip_high=actor.clip_high,
         temperature=config.rollout.temperature,
-        gradient_checkpointing=actor.gradient_checkpointing,
-        collective_timeout_s=config.controller.call_timeout_s,
+        objective=_objective(config.algorithm),
+        reference_path=_reference_path(config),
         replay=_replay_settings(config),
+        **_common(config, device),
     )
+
+
+def critic_settings(config: Config, device: str) -> CriticSettings:
+    critic = config.critic
+    return CriticSettings(
+        model_path=absolute(critic.path or config.model.path),  # a checkpoint is loaded over it
+        lr=critic.lr,
+        lr_schedule="constant",
+        num_updates=config.trainer.steps * config.actor.mini_batches * config.actor.epochs,
+        num_warmup=0,
+        weight_decay=critic.weight_decay,
+        max_grad_norm=critic.max_grad_norm,
+        value_clip=critic.value_clip,
+        **_common(config, device),
+    )
+
+
+def _common(config: Config, device: str) -> dict[str, Any]:
+    actor, trainer = config.actor, config.trainer
+    return {
+        "device": device,
+        "compute_dtype": config.model.dtype,
+        "threads": trainer.threads_per_worker or max(1, num_cores() // trainer.num_workers),
+        "seed": trainer.seed,
+        "gradient_checkpointing": actor.gradient_checkpointing,
+        "collective_timeout_s": config.controller.call_timeout_s,
+        "epochs": actor.epochs,
+    }
+
+
+def _objective(algorithm: AlgorithmConfig) -> Objective:
+    kl, correction = algorithm.kl, algorithm.correction
+    return Objective(
+        loss=algorithm.loss,
+        loss_options=algorithm.options("loss"),
+        aggregation=algorithm.aggregation,
+        correction=None if correction.kind == "none" else correction.kind,
+        level=correction.level,
+        bounds=correction.bounds,
+        kl=kl.estimator if kl.coefficient > 0 and kl.place == "loss" else None,
+        entropy_bonus=algorithm.entropy_bonus,
+    )
+
+
+def _reference_path(config: Config) -> str | None:
+    """The model that the run started from, also once it goes on from a checkpoint; unless another is named."""
+    kl = config.algorithm.kl
+    return None if kl.coefficient == 0 else absolute(kl.reference or config.model.path)
 
 
 def _replay_settings(config: Config) -> ReplaySettings | None:

@@ -1,5 +1,16 @@
 """Training on FSDP2."""
 
-from practicum.train.actor import ActorSettings, ActorWorker, MiniBatch, UpdateStats
+from practicum.train.actor import ActorSettings, ActorWorker, UpdateStats
+from practicum.train.batch import MiniBatch, totals_of
+from practicum.train.critic import CriticSettings, CriticStats, CriticWorker
 
-__all__ = ["ActorSettings", "ActorWorker", "MiniBatch", "UpdateStats"]
+__all__ = [
+    "ActorSettings",
+    "ActorWorker",
+    "CriticSettings",
+    "CriticStats",
+    "CriticWorker",
+    "MiniBatch",
+    "UpdateStats",
+    "totals_of",
+]

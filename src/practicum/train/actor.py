@@ -1,81 +1,52 @@
-"""The learner: one rank of a model sharded with FSDP2.
+"""The actor: one rank of the policy, sharded with FSDP2, and of the reference that it is kept near.
 
-    MiniBatch ─ pack ─▶ forward ─ log-probs ─▶ clipped loss ─ backward ─▶ (next micro-batch)
-                                                                            └▶ clip gradient ─▶ AdamW ─▶ version + 1
+    MiniBatch ─ pack ─▶ forward ─ log-probs ─▶ objective ─ backward ─▶ (next micro-batch)
+                                                                         └▶ clip gradient ─▶ AdamW ─▶ version + 1
 
-With router replay the forward passes are made inside a pass of its session, see replay/session.py.
+With router replay the forward passes are made inside a pass of its session, see replay/session.py. The reference's
+routers choose for themselves.
 
-Ranks run the same number of micro-batches, so their collectives pair up. The loss of each micro-batch is divided by
-the tokens of the whole mini-batch over all ranks, so the gradient does not depend on how the samples are split.
+Ranks run the same number of micro-batches, so their collectives pair up. The loss of a mini-batch is a sum over all
+tokens of all ranks, weighed by counts over the whole, so the gradient does not depend on how the samples are split.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
-from practicum.algo import clipped_policy_loss, k3
+from practicum.algo import CorrectionFigures, Losses, Objective, Tokens, Totals, k3
 from practicum.controller import Worker
 from practicum.data import MicroBatch, pack
-from practicum.errors import TrainingError, WeightsGone
+from practicum.errors import WeightsGone
 from practicum.models import DTYPES, load_model, load_tokenizer, resolve_device
 from practicum.replay import Placed, ReplaySession, ReplaySettings, ReplayStats
-from practicum.train.checkpoint import load_training_state, save_rest, save_training_state, save_whole_model
+from practicum.train.batch import MiniBatch, by_place, model_inputs, on_device
+from practicum.train.checkpoint import save_rest, save_whole_model
 from practicum.train.fsdp import join_ranks, shard, whole
+from practicum.train.learner import Learner, LearnerSettings, reshard
 from practicum.train.model import LogProbModel, keeps_samples_apart
-from practicum.train.schedule import lr_factor
 from practicum.types import TrainingSample
 from practicum.weights import ChannelSettings, Place, Sender, Ticket, WeightUpdate, open_sender
 
 
-@dataclass(frozen=True, slots=True)
-class ActorSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorSettings(LearnerSettings):
     """What an `ActorWorker` needs to know; see the config for what each means."""
 
-    model_path: str
-    device: str
-    compute_dtype: str
-    threads: int
-    seed: int
-    lr: float
-    lr_schedule: str
-    num_updates: int
-    num_warmup: int
-    weight_decay: float
-    max_grad_norm: float
-    clip_low: float
-    clip_high: float
     temperature: float
-    gradient_checkpointing: bool
-    collective_timeout_s: float
+    objective: Objective = field(default_factory=Objective)
+    reference_path: str | None = None  # where a reference is needed
     replay: ReplaySettings | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class MiniBatch:
-    """One rank's part of one optimizer update."""
-
-    micro_batches: list[list[TrainingSample]]
-    num_tokens: int  # learnt tokens over all ranks
-
-    def __reduce__(self) -> Any:
-        # As one piece: Ray has its own work with every array.
-        return _whole_mini_batch, (pickle.dumps(self.micro_batches, protocol=5), self.num_tokens)
-
-
-def _whole_mini_batch(packed: bytes, num_tokens: int) -> MiniBatch:
-    return MiniBatch(pickle.loads(packed), num_tokens)
 
 
 @dataclass(slots=True)
@@ -97,13 +68,34 @@ class UpdateStats:
     clipped: float = 0.0
     rollout_kl: float = 0.0  # KL(rollout || trainer), before the first update of the step
     rollout_gap: float = 0.0  # largest |log-prob difference| between rollout and trainer
+    reference_kl: float | None = None  # KL(trainer || reference), likewise; None without a reference
+    correction: CorrectionFigures | None = None
     grad_norm: float = 0.0  # mean over the updates, the same on all ranks
-    lr: float = 0.0  # of the last update
+    lr: float = 0.0  # of the last update; 0 where there was none
     replay: ReplayStats | None = None
+
+    def add(self, tokens: Tokens, losses: Losses) -> None:
+        """Those of a micro-batch."""
+        written, old = tokens.rollout_log_probs.double(), tokens.old_log_probs.double()
+        self.num_tokens += len(old)
+        self.loss += losses.of_tokens.sum().item()
+        self.entropy += tokens.entropy.detach().sum().item()
+        self.clipped += losses.clipped.sum().item()
+        self.rollout_kl += k3(written, old).sum().item()
+        if len(old):
+            self.rollout_gap = max(self.rollout_gap, (written - old).abs().max().item())
+        if tokens.reference_log_probs is not None and len(old):
+            kl = k3(old, tokens.reference_log_probs.double()).sum().item()
+            self.reference_kl = kl + (self.reference_kl or 0.0)
+        if losses.correction is not None:
+            before = [] if self.correction is None else [self.correction]
+            self.correction = CorrectionFigures.combined([*before, losses.correction])
 
     @classmethod
     def combined(cls, ranks: Sequence[UpdateStats]) -> UpdateStats:
         """Over all ranks."""
+        kls = [stats.reference_kl for stats in ranks if stats.reference_kl is not None]
+        figures = [stats.correction for stats in ranks if stats.correction is not None]
         return cls(
             num_tokens=sum(stats.num_tokens for stats in ranks),
             loss=sum(stats.loss for stats in ranks),
@@ -111,6 +103,8 @@ class UpdateStats:
             clipped=sum(stats.clipped for stats in ranks),
             rollout_kl=sum(stats.rollout_kl for stats in ranks),
             rollout_gap=max(stats.rollout_gap for stats in ranks),
+            reference_kl=sum(kls) if kls else None,
+            correction=CorrectionFigures.combined(figures) if figures else None,
             grad_norm=ranks[0].grad_norm,
             lr=ranks[0].lr,
             replay=ReplayStats.combined([stats.replay for stats in ranks if stats.replay]) if ranks[0].replay else None,
@@ -131,18 +125,23 @@ class ActorWorker(Worker):
         if settings.gradient_checkpointing:
             contexts = {"context_fn": self._replay.checkpoint_contexts} if self._replay else {}
             model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
-        self._model = LogProbModel(model)
-        mesh = join_ranks(self.context, self._device, settings.collective_timeout_s)
+        self._model = LogProbModel(model, learns_entropy=settings.objective.entropy_bonus > 0)
+        self._reference: LogProbModel | None = None
+        self.mesh = join_ranks(self.context, self._device, settings.collective_timeout_s)
         try:
-            shard(self._model, model, mesh, DTYPES[settings.compute_dtype])
+            self._learner = Learner("actor", self._model, model, self.mesh, settings)
+            if settings.reference_path is not None:
+                self._reference = self._frozen(settings.reference_path)
         except BaseException:
             self.close()
             raise
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay
-        )
-        self._num_updates = 0
         self._sent = (-1, 0)  # the version that was sent last, and after how many updates
+
+    def _frozen(self, path: str) -> LogProbModel:
+        model = load_model(path).eval().requires_grad_(False)
+        frozen = LogProbModel(model)
+        shard(frozen, model, self.mesh, DTYPES[self._settings.compute_dtype])
+        return frozen
 
     def close(self) -> None:
         self.close_channel()
@@ -154,23 +153,42 @@ class ActorWorker(Worker):
         """Whether the model can take several samples in one row; micro-batches are planned accordingly."""
         return self._shares_rows
 
-    def update(self, mini_batches: Sequence[MiniBatch], step: int = 1) -> UpdateStats:
-        """Learn from the samples of a step, one optimizer update per mini-batch."""
+    @torch.no_grad()
+    def reference_log_probs(self, mini_batches: Sequence[MiniBatch]) -> dict[int, NDArray[np.float32]]:
+        """What the reference makes of the samples of a step, by their places in it."""
+        assert self._reference is not None
+        found: dict[int, NDArray[np.float32]] = {}
+        for samples in (micro for batch in mini_batches for micro in batch.micro_batches):
+            packed = pack(samples, self._shares_rows)
+            log_probs, _ = self._reference(*model_inputs(packed, self._device), self._settings.temperature)
+            found |= by_place(samples, packed, log_probs)
+        reshard(self._reference)
+        return found
+
+    def update(
+        self, mini_batches: Sequence[MiniBatch], step: int = 1, kl_coefficient: float = 0.0, learns: bool = True
+    ) -> UpdateStats:
+        """Learn from the samples of a step, one optimizer update per mini-batch and epoch.
+
+        Unless it `learns`, all is computed and nothing changed: while a critic warms up.
+        """
         stats = UpdateStats()
         work = [[self._laid_out(micro) for micro in batch.micro_batches] for batch in mini_batches]
-        if self._replay is not None:
-            self._replay.begin_step([item for micros in work for micro in micros for item in micro.placed.samples])
-        # With a single update the old log-probs are the current ones.
-        if len(mini_batches) > 1 or (self._replay is not None and self._replay.records):
-            for micro in (micro for micros in work for micro in micros):
-                self._compute_old_log_probs(micro)
-        if self._replay is not None:
-            self._look_at_replay(self._replay, work[0][0], step)
-        for batch, micros in zip(mini_batches, work, strict=True):
-            for micro in micros:
-                self._accumulate(micro, batch.num_tokens, stats)
-            self._step(stats)
-        stats.grad_norm /= len(mini_batches)
+        num_updates = len(mini_batches) * self._settings.epochs if learns else 0
+        self._compute_old_log_probs([micro for micros in work for micro in micros], step, num_updates)
+        with torch.set_grad_enabled(learns):
+            for _ in range(self._settings.epochs if learns else 1):
+                for batch, micros in zip(mini_batches, work, strict=True):
+                    for micro in micros:
+                        loss = self._loss(micro, batch.totals, kl_coefficient, stats)
+                        if learns:
+                            (loss * self.world_size).backward()  # FSDP averages gradients over ranks
+                    if learns:
+                        taken = self._learner.step()
+                        stats.grad_norm += taken.grad_norm / num_updates
+                        stats.lr = taken.lr
+        if not learns:
+            self._learner.reshard()
         stats.replay = None if self._replay is None else self._replay.take_stats()
         return stats
 
@@ -215,7 +233,7 @@ class ActorWorker(Worker):
         """Send the current weights. All ranks must call it; rank 0 returns the ticket that receivers need. A version
         can be sent again, but not with what has been learnt since: that is `WeightsGone`."""
         self._check_not_gone(version)
-        self._sent = (version, self._num_updates)
+        self._sent = (version, self._learner.num_updates)
         tensors = iter(self.publish(version, dtype).tensors)
         try:
             return None if self._sender is None else self._sender.send(version, tensors)
@@ -225,10 +243,11 @@ class ActorWorker(Worker):
 
     def _check_not_gone(self, version: int) -> None:
         sent, num_updates = self._sent
-        if version == sent and num_updates != self._num_updates:
+        num_since = self._learner.num_updates - num_updates
+        if version == sent and num_since:
             raise WeightsGone(
-                f"weights of version {version} cannot be sent again: there have been {self._num_updates - num_updates} "
-                "updates since. They come with the next version."
+                f"weights of version {version} cannot be sent again: there have been {num_since} updates since. They "
+                "come with the next version."
             )
 
     @torch.no_grad()
@@ -240,18 +259,17 @@ class ActorWorker(Worker):
             at = torch.arange(len(tokens), device=self._device)
             own, _ = self._model(tokens[None], at[None], at[:-1], tokens[1:], 1.0)
             found.append(own.cpu().numpy())
-        # Without a backward pass what the root has gathered would stay, and be published in place of the shards.
-        cast(FSDPModule, self._model).reshard()
+        self._learner.reshard()
         return found
 
     def save(self, folder: str) -> None:
         """Write model, optimizer and random state into `folder`; rank 0 writes what all ranks share."""
         save_whole_model(self._model.model, self._tokenizer, Path(folder), self.rank)
-        save_training_state(self._model, self._optimizer, self._num_updates, Path(folder), self.rank)
+        self._learner.save(Path(folder), self.rank)
 
     def load(self, folder: str) -> None:
         """Restore what `save` wrote, the model apart: that is loaded by giving its folder as `model_path`."""
-        self._num_updates = load_training_state(self._model, self._optimizer, Path(folder), self.rank)
+        self._learner.load(Path(folder), self.rank)
 
     def _save_rest(self, folder: Path) -> dict[str, Tensor]:
         """What besides weights makes a model that can be loaded; tensors that nobody learns are returned."""
@@ -270,9 +288,17 @@ class ActorWorker(Worker):
         return _Micro(packed, Placed(samples, packed.starts, packed.input_ids.size, label))
 
     @torch.no_grad()
-    def _compute_old_log_probs(self, micro: _Micro) -> None:
-        replayed = nullcontext() if self._replay is None else self._replay.old_pass(micro.placed)
-        micro.old_log_probs, _ = self._forward(micro.packed, replayed)
+    def _compute_old_log_probs(self, work: list[_Micro], step: int, num_updates: int) -> None:
+        """Before the first update. With a single one they are its own, unless routers are to be recorded."""
+        replay = self._replay
+        if replay is not None:
+            replay.begin_step([item for micro in work for item in micro.placed.samples])
+        if num_updates > 1 or (replay is not None and replay.records):
+            for micro in work:
+                replayed = nullcontext() if replay is None else replay.old_pass(micro.placed)
+                micro.old_log_probs, _ = self._forward(micro.packed, replayed)
+        if replay is not None:
+            self._look_at_replay(replay, work[0], step)
 
     @torch.no_grad()
     def _look_at_replay(self, replay: ReplaySession, micro: _Micro, step: int) -> None:
@@ -290,50 +316,23 @@ class ActorWorker(Worker):
 
     def _forward(self, micro: MicroBatch, replayed: AbstractContextManager[Any]) -> tuple[Tensor, Tensor]:
         with replayed:
-            log_probs, entropy = self._model(
-                *(torch.from_numpy(array).to(self._device) for array in _model_inputs(micro)),
-                self._settings.temperature,
-            )
+            log_probs, entropy = self._model(*model_inputs(micro, self._device), self._settings.temperature)
         return log_probs, entropy
 
-    def _accumulate(self, work: _Micro, num_tokens: int, stats: UpdateStats) -> None:
+    def _loss(self, work: _Micro, totals: Totals, kl_coefficient: float, stats: UpdateStats) -> Tensor:
+        """This micro-batch's part of the loss of its mini-batch."""
         micro = work.packed
         replayed = nullcontext() if self._replay is None else self._replay.update_pass(work.placed)
         log_probs, entropy = self._forward(micro, replayed)
-        old = log_probs.detach() if work.old_log_probs is None else work.old_log_probs
-        advantages = torch.from_numpy(micro.advantages).to(self._device)
-        losses, clipped = clipped_policy_loss(
-            log_probs, old, advantages, self._settings.clip_low, self._settings.clip_high
+        tokens = Tokens(
+            log_probs=log_probs,
+            entropy=entropy,
+            old_log_probs=log_probs.detach() if work.old_log_probs is None else work.old_log_probs,
+            rollout_log_probs=on_device(micro.rollout_log_probs, self._device),
+            advantages=on_device(micro.advantages, self._device),
+            sequences=on_device(micro.sequences, self._device),
+            reference_log_probs=on_device(micro.reference_log_probs, self._device),
         )
-        # FSDP averages gradients over ranks; the loss is a sum over all of them.
-        (losses.sum() * (self.world_size / num_tokens)).backward()
-
-        written = torch.from_numpy(micro.rollout_log_probs).to(self._device).double()
-        stats.num_tokens += len(losses)
-        stats.loss += losses.detach().sum().item()
-        stats.entropy += entropy.sum().item()
-        stats.clipped += clipped.sum().item()
-        stats.rollout_kl += k3(written, old.double()).sum().item()
-        if len(losses):
-            stats.rollout_gap = max(stats.rollout_gap, (written - old.double()).abs().max().item())
-
-    def _step(self, stats: UpdateStats) -> None:
-        settings = self._settings
-        factor = lr_factor(settings.lr_schedule, self._num_updates, settings.num_updates, settings.num_warmup)
-        for group in self._optimizer.param_groups:
-            group["lr"] = settings.lr * factor
-        norm = whole(torch.nn.utils.clip_grad_norm_(self._model.parameters(), settings.max_grad_norm))
-        if not norm.isfinite():  # the same on all ranks
-            raise TrainingError(
-                f"the gradient of update {self._num_updates + 1} is {norm.item()}: nothing was changed. The last "
-                "checkpoint is from before; try a lower actor.lr, and look for rewards or log-probs out of all measure."
-            )
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._num_updates += 1
-        stats.grad_norm += norm.item()
-        stats.lr = settings.lr * factor
-
-
-def _model_inputs(micro: MicroBatch) -> tuple[np.ndarray, ...]:
-    return micro.input_ids, micro.position_ids, micro.predict_at, micro.targets
+        losses = self._settings.objective(tokens, totals, kl_coefficient)
+        stats.add(tokens, losses)
+        return losses.total

@@ -3,6 +3,7 @@
     model/          weights in transformers' format and the tokenizer: `from_pretrained` loads it
     optimizer.pt    the whole optimizer state by parameter name, so that any number of ranks can take it up
     rng-<rank>.pt   random state of each rank
+    critic/         the same of a critic, its weights as weights.pt
 
 Several ranks gather together and rank 0 writes. Making the folder appear all at once is the run folder's business.
 """
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
 )
 
@@ -27,13 +29,42 @@ from practicum.train.fsdp import whole
 
 
 def save_whole_model(model: Any, tokenizer: Any, folder: Path, rank: int) -> None:
+    tensors = _whole_tensors(model, rank)
+    if rank == 0:
+        save_model(model, tokenizer, folder / "model", tensors)
+
+
+def save_weights(model: nn.Module, folder: Path, rank: int) -> None:
+    """Of a module that is no model to others."""
+    tensors = _whole_tensors(model, rank)
+    if rank == 0:
+        torch.save(tensors, folder / "weights.pt")
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Into a sharded module, on any number of ranks."""
+    tensors = _loaded(folder / "weights.pt")
+    set_model_state_dict(model, tensors, options=StateDictOptions(full_state_dict=True))
+
+
+def _whole_tensors(model: nn.Module, rank: int) -> dict[str, Tensor]:
     tensors = {}
     for name, tensor in model.state_dict().items():
         gathered = whole(tensor)  # by all ranks together
         if rank == 0:
             tensors[name] = gathered.cpu()
-    if rank == 0:
-        save_model(model, tokenizer, folder / "model", tensors)
+    return tensors
+
+
+def _loaded(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = torch.load(path, weights_only=True)
+    except (OSError, RuntimeError, EOFError, IndexError, UnpicklingError) as error:
+        raise CheckpointError(
+            f"checkpoint {path.parent}: {path.name} cannot be read ({type(error).__name__}): delete that folder "
+            "to go on from an earlier one."
+        ) from error
+    return found
 
 
 def save_rest(model: Any, tokenizer: Any, folder: Path) -> dict[str, Tensor]:
@@ -57,13 +88,7 @@ def save_training_state(
 
 def load_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, rank: int) -> int:
     """Restores the optimizer and, where this rank wrote one, the random state; returns the number of updates done."""
-    try:
-        saved = torch.load(folder / "optimizer.pt", weights_only=True)
-    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-        raise CheckpointError(
-            f"checkpoint {folder}: optimizer.pt cannot be read ({type(error).__name__}): delete that folder "
-            "to go on from an earlier one."
-        ) from error
+    saved = _loaded(folder / "optimizer.pt")
     set_optimizer_state_dict(model, optimizer, saved["optimizer"], options=StateDictOptions(full_state_dict=True))
     random_state = folder / f"rng-{rank}.pt"
     if random_state.exists():

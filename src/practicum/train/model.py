@@ -1,4 +1,4 @@
-"""A causal LM that answers with log-probs instead of logits."""
+"""A causal LM that answers with log-probs instead of logits, and one that answers with values."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ class LogProbModel(nn.Module):
     scales) stays in force.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, learns_entropy: bool = False) -> None:
+        """`learns_entropy` gives the entropies gradients, for which probabilities of all words are kept."""
         super().__init__()
         self.model = model
+        self._learns_entropy = learns_entropy
         self._positions: Tensor | None = None
         head = model.get_output_embeddings()
         if head is None:
@@ -56,7 +58,7 @@ class LogProbModel(nn.Module):
             self._positions = None
         assert len(logits) == len(targets), "the output layer was not called with the selected positions"
         log_probs = (logits.float() / temperature).log_softmax(-1)
-        with torch.no_grad():
+        with torch.set_grad_enabled(self._learns_entropy and torch.is_grad_enabled()):
             entropy = -(log_probs.exp() * log_probs).sum(-1)
         return -nll_loss(log_probs, targets, reduction="none"), entropy
 
@@ -65,3 +67,22 @@ class LogProbModel(nn.Module):
             return None
         hidden = args[0]
         return (hidden.flatten(0, 1)[self._positions].unsqueeze(0), *args[1:])
+
+
+class ValueModel(nn.Module):
+    """The body of a causal LM under one output: what an answer is going to be worth. It begins by expecting nothing."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        if model.base_model is model:
+            raise ModelError(f"{type(model).__name__} has no body apart from its head: it cannot be made a critic.")
+        self.body = model.base_model
+        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, predict_at: Tensor) -> Tensor:
+        """Values [n] at the flat positions `predict_at` [n], in float32: each before the token predicted there."""
+        hidden = self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False)[0]
+        values: Tensor = self.head(hidden.flatten(0, 1)[predict_at])
+        return values.float().sum(-1)  # over the one output: FSDP warns of views

@@ -1,0 +1,139 @@
+"""The critic: one rank of a model that says, before each token, what the answer is going to be worth.
+
+    values before the update ─▶ (advantages and returns, on the driver) ─▶ clipped squared error ─▶ AdamW
+
+It is sharded as the actor is, among the same ranks when it shares their processes. Its routers, if it has any, choose
+for themselves: nothing is replayed to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from practicum.algo import clipped_value_loss
+from practicum.controller import Worker
+from practicum.data import MicroBatch, pack
+from practicum.models import load_model, resolve_device
+from practicum.train.actor import ActorWorker
+from practicum.train.batch import MiniBatch, by_place, model_inputs, on_device
+from practicum.train.checkpoint import load_weights, save_weights
+from practicum.train.fsdp import join_ranks
+from practicum.train.learner import Learner, LearnerSettings
+from practicum.train.model import ValueModel, keeps_samples_apart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSettings(LearnerSettings):
+    """What a `CriticWorker` needs to know; see the config for what each means."""
+
+    value_clip: float
+
+
+@dataclass(slots=True)
+class CriticStats:
+    """Sums over the learnt tokens of a step on one rank, except where it says otherwise."""
+
+    num_tokens: int = 0
+    loss: float = 0.0
+    clipped: float = 0.0
+    grad_norm: float = 0.0  # mean over the updates, the same on all ranks
+    lr: float = 0.0  # of the last update
+
+    @classmethod
+    def combined(cls, ranks: Sequence[CriticStats]) -> CriticStats:
+        """Over all ranks."""
+        return cls(
+            num_tokens=sum(stats.num_tokens for stats in ranks),
+            loss=sum(stats.loss for stats in ranks),
+            clipped=sum(stats.clipped for stats in ranks),
+            grad_norm=ranks[0].grad_norm,
+            lr=ranks[0].lr,
+        )
+
+
+class CriticWorker(Worker):
+    def __init__(self, settings: CriticSettings) -> None:
+        torch.set_num_threads(settings.threads)
+        self._settings = settings
+        self._device = resolve_device(settings.device)
+        model = load_model(settings.model_path).train()  # checkpointing looks at the mode; there is no dropout
+        self._shares_rows = keeps_samples_apart(model)
+        if settings.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._model = ValueModel(model)
+        self._learner = Learner("critic", self._model, self._model.body, self._mesh(), settings)
+
+    def _mesh(self) -> DeviceMesh:
+        """The actor's, when it lives in the same process."""
+        actor = self.siblings.get("actor")
+        self._joined = not isinstance(actor, ActorWorker)
+        if isinstance(actor, ActorWorker):
+            return actor.mesh
+        return join_ranks(self.context, self._device, self._settings.collective_timeout_s)
+
+    def close(self) -> None:
+        if self._joined:
+            dist.destroy_process_group()
+
+    def shares_rows(self) -> bool:
+        """Whether the model can take several samples in one row; micro-batches are planned accordingly."""
+        return self._shares_rows
+
+    @torch.no_grad()
+    def values(self, mini_batches: Sequence[MiniBatch]) -> dict[int, NDArray[np.float32]]:
+        """What it expects before each token of the samples of a step, by their places in it."""
+        found: dict[int, NDArray[np.float32]] = {}
+        for samples in (micro for batch in mini_batches for micro in batch.micro_batches):
+            packed = pack(samples, self._shares_rows)
+            found |= by_place(samples, packed, self._forward(packed))
+        self._learner.reshard()
+        return found
+
+    def update(self, mini_batches: Sequence[MiniBatch]) -> CriticStats:
+        """Learn from the returns of a step, one optimizer update per mini-batch and epoch."""
+        stats = CriticStats()
+        work = [[pack(micro, self._shares_rows) for micro in batch.micro_batches] for batch in mini_batches]
+        for _ in range(self._settings.epochs):
+            for batch, micros in zip(mini_batches, work, strict=True):
+                for micro in micros:
+                    loss = self._loss(micro, stats) / max(1, batch.totals.num_tokens)
+                    (loss * self.world_size).backward()  # FSDP averages gradients over ranks
+                taken = self._learner.step()
+                stats.grad_norm += taken.grad_norm / (len(mini_batches) * self._settings.epochs)
+                stats.lr = taken.lr
+        return stats
+
+    def save(self, folder: str) -> None:
+        """Write weights, optimizer and random state into `folder`/critic."""
+        own = Path(folder) / "critic"
+        own.mkdir(exist_ok=True)
+        save_weights(self._model, own, self.rank)
+        self._learner.save(own, self.rank)
+
+    def load(self, folder: str) -> None:
+        """Restore what `save` wrote."""
+        load_weights(self._model, Path(folder) / "critic")
+        self._learner.load(Path(folder) / "critic", self.rank)
+
+    def _forward(self, micro: MicroBatch) -> Tensor:
+        values: Tensor = self._model(*model_inputs(micro, self._device)[:3])
+        return values
+
+    def _loss(self, micro: MicroBatch, stats: CriticStats) -> Tensor:
+        """The sum over the tokens of a micro-batch."""
+        values = self._forward(micro)
+        before, returns = on_device(micro.values, self._device), on_device(micro.returns, self._device)
+        losses, clipped = clipped_value_loss(values, before, returns, self._settings.value_clip)
+        stats.num_tokens += len(losses)
+        stats.loss += losses.detach().sum().item()
+        stats.clipped += clipped.sum().item()
+        return losses.sum()

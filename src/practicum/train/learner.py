@@ -1,0 +1,90 @@
+"""What actor and critic have in common: a sharded model, its optimizer and its schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from practicum.errors import TrainingError
+from practicum.models import DTYPES
+from practicum.train.checkpoint import load_training_state, save_training_state
+from practicum.train.fsdp import shard, whole
+from practicum.train.schedule import lr_factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSettings:
+    """See the config for what each means."""
+
+    model_path: str
+    device: str
+    compute_dtype: str
+    threads: int
+    seed: int
+    lr: float
+    lr_schedule: str
+    num_updates: int
+    num_warmup: int
+    weight_decay: float
+    max_grad_norm: float
+    gradient_checkpointing: bool
+    collective_timeout_s: float
+    epochs: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Of an optimizer update: the same on all ranks."""
+
+    grad_norm: float
+    lr: float
+
+
+class Learner:
+    """`root` is the module whose forward is called, `model` the transformers model within."""
+
+    def __init__(self, role: str, root: nn.Module, model: Any, mesh: DeviceMesh, settings: LearnerSettings) -> None:
+        self._role = role
+        self._root = root
+        self._settings = settings
+        shard(root, model, mesh, DTYPES[settings.compute_dtype])
+        self._optimizer = torch.optim.AdamW(root.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+        self.num_updates = 0
+
+    def step(self) -> Taken:
+        """Learn from the gradient that has been gathered."""
+        settings = self._settings
+        factor = lr_factor(settings.lr_schedule, self.num_updates, settings.num_updates, settings.num_warmup)
+        for group in self._optimizer.param_groups:
+            group["lr"] = settings.lr * factor
+        norm = whole(torch.nn.utils.clip_grad_norm_(self._root.parameters(), settings.max_grad_norm))
+        if not norm.isfinite():  # the same on all ranks
+            raise TrainingError(
+                f"the gradient of update {self.num_updates + 1} is {norm.item()}: nothing was changed. The last "
+                f"checkpoint is from before; try a lower {self._role}.lr, and look for rewards or log-probs out of all "
+                "measure."
+            )
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.num_updates += 1
+        return Taken(norm.item(), settings.lr * factor)
+
+    def reshard(self) -> None:
+        reshard(self._root)
+
+    def save(self, folder: Path, rank: int) -> None:
+        save_training_state(self._root, self._optimizer, self.num_updates, folder, rank)
+
+    def load(self, folder: Path, rank: int) -> None:
+        self.num_updates = load_training_state(self._root, self._optimizer, folder, rank)
+
+
+def reshard(root: nn.Module) -> None:
+    """After passes without a backward pass: what the root has gathered would stay, and stand for its shards."""
+    cast(FSDPModule, root).reshard()

@@ -117,7 +117,10 @@ def test_answers_and_validations_can_be_read(make_config: MakeConfig) -> None:
     folder.write_answers(3, samples, scores)
     text = (folder.path / "answers" / "step-000003.txt").read_text()
     assert "answer: 4\nexpected: 5\nscore: timeout" in text
-    folder.write_validation(3, samples, scores)
+    folder.write_validation(3, samples, scores, right_above=0.5)
     assert [row["score"] for row in read_validation(folder.path, 3)] == [None, 1.0]
+    assert [row["right"] for row in read_validation(folder.path, 3)] == [False, True]
+    folder.write_validation(3, samples, scores, right_above=1.0)
+    assert [row["right"] for row in read_validation(folder.path, 3)] == [False, False]
     assert read_validation(folder.path, 4) == []
     folder.close()

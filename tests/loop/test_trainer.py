@@ -43,6 +43,19 @@ def test_a_run_leaves_everything_in_its_folder(make_config: MakeConfig) -> None:
     assert [p.name for p in sorted((run_dir / "checkpoints").iterdir())] == ["step-000002", "step-000003"]
 
 
+def test_held_out_prompts_are_measured_by_dataset(make_config: MakeConfig, write_jsonl: Any) -> None:
+    rows = [{"prompt": f"0{i}+0{i}=", "answer": "x", "data_source": "ab"[i % 2]} for i in range(6)]
+    config = make_config(
+        f"data.validation={write_jsonl(*rows)}", "validation.answers_per_prompt=4", "validation.right_above=0.2"
+    )
+    last = list(Trainer(config).steps())[-1].metrics
+    for part in ("", "a/", "b/"):
+        assert last[f"validation/{part}pass@1"] <= last[f"validation/{part}pass@2"] <= last[f"validation/{part}pass@4"]
+        assert 0 <= last[f"validation/{part}maj@4"] <= last[f"validation/{part}pass@4"]
+        assert last[f"validation/{part}mean@4"] == pytest.approx(last[f"validation/{part}accuracy"])
+    assert last["validation/pass@4"] == pytest.approx((last["validation/a/pass@4"] + last["validation/b/pass@4"]) / 2)
+
+
 def test_rewards_rise(make_config: MakeConfig) -> None:
     config = make_config("trainer.steps=25", "data.prompts_per_step=8", "rollout.answers_per_prompt=8")
     rewards = [report.reward for report in Trainer(config).steps()]

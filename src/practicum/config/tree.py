@@ -52,7 +52,10 @@ class ValidationConfig(Section):
     temperature: float = Field(default=1.0, ge=0)
     """Of the answers to held-out prompts; 0 is greedy."""
     answers_per_prompt: int = Field(default=1, ge=1)
-    """Answers to each held-out prompt; the accuracy is their mean score."""
+    """Answers to each held-out prompt; the accuracy is their mean score. With several there are pass@k and maj@k for
+    k = 1, 2, 4, ... up to this."""
+    right_above: float = 0.5
+    """An answer is right if its score is above this. pass@k and maj@k count right answers; the accuracy does not."""
     max_prompts: int | None = Field(default=None, ge=1)
     """Use only the first so many held-out prompts. None uses all."""
 

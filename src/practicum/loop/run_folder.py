@@ -133,13 +133,16 @@ class RunFolder:
         ]
         (self.path / "answers" / f"step-{step:06d}.txt").write_text("\n".join(blocks))
 
-    def write_validation(self, step: int, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
+    def write_validation(
+        self, step: int, samples: Sequence[Sample], scores: Sequence[Score], right_above: float
+    ) -> None:
         rows = [
             {
                 "question": question(sample),
                 "expected": sample.prompt.answer,
                 "answer": sample.text,
                 "score": score.value,
+                "right": score.value is not None and score.value > right_above,
             }
             for sample, score in list(zip(samples, scores, strict=True))[:SHOWN_VALIDATIONS]
         ]

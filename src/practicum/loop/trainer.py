@@ -29,6 +29,7 @@ from practicum.errors import ConfigError, DataError, RewardError
 from practicum.loop.metrics import StepReport, Stopwatch, conversation_metrics, rollout_metrics, update_metrics
 from practicum.loop.run_folder import RunFolder, RunState
 from practicum.loop.trackers import open_trackers
+from practicum.loop.validation import validation_metrics
 from practicum.loop.writers import check_writers, open_actors, open_learners
 from practicum.models import absolute, empty_model, encode_prompts, load_config, load_tokenizer
 from practicum.replay import Recording, recording_header
@@ -215,13 +216,11 @@ class Trainer:
                 scores = grading.result().in_places(order).scores
         if self.config.rollout.agent.is_set:
             self._rollout.take_counts()  # a step's are those of its training alone
-        self._folder.write_validation(number, samples, scores)
-        values = [score.value for score in scores if score.value is not None]
-        return {
-            "validation/accuracy": float(np.mean(values)),
-            "validation/failed_share": 1 - len(values) / len(scores),
-            "time/validation_s": watch.seconds["validation"],
-        }
+        right_above = self.config.validation.right_above
+        shown = slice(None, None, params.num_answers)  # the first answer to each prompt
+        self._folder.write_validation(number, samples[shown], scores[shown], right_above)
+        metrics = validation_metrics(samples, scores, params.num_answers, right_above)
+        return metrics | {"time/validation_s": watch.seconds["validation"]}
 
     def _requests(
         self, prompts: Sequence[EncodedPrompt], params: SamplingParams, stream: int, step: int

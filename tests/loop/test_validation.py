@@ -3,15 +3,18 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from practicum.config import Config
+from practicum.errors import ConfigError
 from practicum.loop.validation import (
     GradedAnswer,
+    check_keep_best,
     graded_answer,
     ks_up_to,
     majority_at_k,
@@ -154,3 +157,19 @@ def test_a_prompt_without_any_grade_is_left_out() -> None:
     assert metrics["validation/pass@1"] == 1.0 and metrics["validation/too_few@1"] == 0.5
     nothing = validation_metrics(samples, [failed, failed], 1, right_above=0.5)
     assert nothing == {"validation/failed_share": 1.0, "validation/too_few@1": 1.0}
+
+
+def test_the_best_is_by_a_figure_that_will_be_there(make_config: Callable[..., Config]) -> None:
+    check_keep_best(make_config(), [])
+    config = make_config("trainer.keep_best=validation/pass@4", "validation.answers_per_prompt=4")
+    check_keep_best(config, ["a", "a"])
+    with pytest.raises(ConfigError, match=r"pass@8 is no figure of .*: there are validation/accuracy, .*pass@4"):
+        check_keep_best(
+            make_config("trainer.keep_best=validation/pass@8", "validation.answers_per_prompt=4"), ["a", "a"]
+        )
+    with pytest.raises(ConfigError, match="from a recording validates nothing"):
+        check_keep_best(config, [])
+    with pytest.raises(ConfigError, match=r"trainer\.keep_best=validation/accuracy needs data\.validation"):
+        make_config("trainer.keep_best=validation/accuracy", "data.validation=null")
+    with pytest.raises(ConfigError, match=r"trainer\.keep_best = 'reward/mean'"):
+        make_config("trainer.keep_best=reward/mean")

@@ -4,6 +4,7 @@ from practicum.config.actor import ActorConfig, AlgorithmConfig, RouterReplayCon
 from practicum.config.base import Section
 from practicum.config.reward import CacheConfig, LimitsConfig, RewardConfig, RewardModelConfig, TermConfig
 from practicum.config.rollout import AgentConfig, OpenAIConfig, RolloutConfig, VllmConfig
+from practicum.config.tracking import WandbConfig
 from practicum.config.tree import (
     Config,
     ControllerConfig,
@@ -35,6 +36,7 @@ __all__ = [
     "TrainerConfig",
     "ValidationConfig",
     "VllmConfig",
+    "WandbConfig",
     "known_keys",
     "section_of",
 ]

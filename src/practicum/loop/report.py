@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from practicum.loop.run_folder import read_metrics, write_durably
+from practicum.loop.run_folder import Best, read_best, read_metrics, write_durably
 from practicum.loop.summary import Comparison, Summary, comparisons
 
 Points = list[tuple[float, float]]
@@ -52,14 +52,19 @@ def write_report(run_dir: Path, summary: Summary, title: str) -> Path:
     answers = _answers(comparisons(run_dir, last_step=rows[-1]["step"])[:8])
     config = html.escape((run_dir / "config.yaml").read_text())
     page = _PAGE.format(
-        title=html.escape(title), facts=_facts(summary), charts=charts, answers=answers, config=config, style=_STYLE
+        title=html.escape(title),
+        facts=_facts(summary, read_best(run_dir)),
+        charts=charts,
+        answers=answers,
+        config=config,
+        style=_STYLE,
     )
     path = run_dir / "report.html"
     write_durably(path, page)
     return path
 
 
-def _facts(summary: Summary) -> str:
+def _facts(summary: Summary, best: Best | None) -> str:
     facts = [("steps", f"{summary.steps}"), ("minutes", f"{summary.seconds / 60:.1f}")]
     if summary.accuracy_before is not None and summary.accuracy_after is not None:
         facts.insert(0, ("held-out accuracy", f"{summary.accuracy_before:.2f} → {summary.accuracy_after:.2f}"))
@@ -68,6 +73,8 @@ def _facts(summary: Summary) -> str:
         ("tokens/s", f"{summary.tokens_per_s:,.0f}"),
         ("largest KL(rollout | trainer)", f"{summary.largest_kl:.1e}"),
     ]
+    if best is not None:
+        facts.append((f"best checkpoint, by {best.metric}", f"step {best.step}: {best.value:.3f}"))
     return "".join(f"<div><b>{value}</b><span>{html.escape(name)}</span></div>" for name, value in facts)
 
 

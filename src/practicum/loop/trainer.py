@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ from practicum.data import ShuffledStream, plan_micro_batches, read_prompts
 from practicum.errors import ConfigError, DataError, RewardError
 from practicum.loop.metrics import StepReport, Stopwatch, conversation_metrics, rollout_metrics, update_metrics
 from practicum.loop.run_folder import RunFolder, RunState
-from practicum.loop.trackers import open_trackers
-from practicum.loop.validation import validation_metrics
+from practicum.loop.trackers import check_trackers, open_trackers
+from practicum.loop.validation import check_keep_best, validation_metrics
 from practicum.loop.writers import check_writers, open_actors, open_learners
 from practicum.models import absolute, empty_model, encode_prompts, load_config, load_tokenizer
 from practicum.replay import Recording, recording_header
@@ -68,6 +68,8 @@ class Trainer:
             self._validation_prompts = self._read(config.data.validation, tokenizer)[: config.validation.max_prompts]
 
         self._name_unused_sources()
+        check_trackers(config)
+        check_keep_best(config, [prompt.data_source for prompt, _ in self._validation_prompts])
         if checks_writers:
             check_writers(config)
 
@@ -90,10 +92,10 @@ class Trainer:
                 return
             if resumed:
                 self._notify("; ".join([f"going on after step {first - 1}", *folder.changes]))
-            self._start(stack, folder)
-            trackers = open_trackers(folder, first)
+            trackers = open_trackers(folder, first, self.config)
             for tracker in trackers:
                 stack.callback(tracker.close)
+            self._start(stack, folder)
             if not resumed and self._validation_prompts:
                 before = self._validate(0, Stopwatch())
                 for tracker in trackers:
@@ -103,8 +105,8 @@ class Trainer:
                 report = StepReport(number, self.config.trainer.steps, step(number))
                 for tracker in trackers:
                     tracker.log(number, report.metrics)
-                if self._due(number, self.config.trainer.checkpoint_every):
-                    self._checkpoint(number)
+                if self._due(number, self.config.trainer.checkpoint_every) or folder.is_best(report.metrics):
+                    self._checkpoint(number, report.metrics)
                 yield report
 
     def _step(self, number: int) -> dict[str, float]:
@@ -233,11 +235,11 @@ class Trainer:
     def _due(self, number: int, every: int) -> bool:
         return number == self.config.trainer.steps or (every > 0 and number % every == 0)
 
-    def _checkpoint(self, number: int) -> None:
+    def _checkpoint(self, number: int, metrics: Mapping[str, float]) -> None:
         def write(folder: Path) -> None:
             self._actors.execute_all(ActorWorker.save, str(folder.resolve()))
 
-        self._folder.save_checkpoint(RunState(number, self._stream.position), write)
+        self._folder.save_checkpoint(RunState(number, self._stream.position), write, metrics)
 
     def _start(self, stack: ExitStack, folder: RunFolder) -> None:
         config, resumed = self.config, folder.checkpoint

@@ -21,6 +21,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from practicum.config import Config
+from practicum.errors import ConfigError
 from practicum.types import Sample, Score
 
 UNNAMED = "other"  # prompts without a data source, where others have one
@@ -139,6 +141,15 @@ def validation_names(sources: Sequence[str], num_answers: int) -> list[str]:
     known = sorted({source or UNNAMED for source in sources})
     sections = ["", *(f"{source}/" for source in known if len(known) > 1)]
     return [f"validation/{section}{name}" for section in sections for name in names]
+
+
+def check_keep_best(config: Config, sources: Sequence[str]) -> None:
+    """Refuse a figure that the validation of prompts from these sources will never have."""
+    wanted = config.trainer.keep_best
+    known = validation_names(sources, config.validation.answers_per_prompt) if sources else []
+    if wanted is not None and wanted not in known:
+        there = f"there are {', '.join(known)}" if known else "a run repeated from a recording validates nothing"
+        raise ConfigError(f"trainer.keep_best={wanted} is no figure of this validation: {there}.")
 
 
 def _metrics(prompts: Sequence[Sequence[GradedAnswer | None]], num_answers: int, prefix: str) -> dict[str, float]:

@@ -196,8 +196,8 @@ from tests.loop.test_run_folder import steps_done
 
 folder = RunFolder(Config.load(sys.argv[1], ["resume=auto"]))
 first = folder.checkpoint.state.step + 1 if folder.checkpoint else 1
-print("ready", flush=True)
 for step in itertools.count(first):
+    print("working", flush=True)
     steps_done(folder, {step: step * 37 % 101 + step / 50}, every=3)
 """
 
@@ -210,8 +210,10 @@ def test_killed_at_any_moment_the_mark_is_right(make_config: MakeConfig, tmp_pat
         process = subprocess.Popen(
             [sys.executable, "-c", _SAVES_FOR_EVER, str(tmp_path / "config.yaml")], stdout=subprocess.PIPE
         )
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        time.sleep(0.013 * (attempt + 1))
+        assert process.stdout is not None
+        for _ in range(4):
+            assert process.stdout.readline() == b"working\n"
+        time.sleep(0.002 * attempt)  # somewhere in the fourth step from where it began, or in the next
         process.kill()
         process.wait()
         process.stdout.close()
@@ -225,4 +227,4 @@ def test_killed_at_any_moment_the_mark_is_right(make_config: MakeConfig, tmp_pat
             assert (folder.best.step, folder.best.value) == max(rows.items(), key=lambda row: row[1])
             assert (run_dir / folder.best.checkpoint / "weights").exists()
         folder.close()
-    assert len(rows) > 6
+    assert len(rows) >= 6

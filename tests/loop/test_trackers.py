@@ -123,7 +123,7 @@ def test_wandb_is_asked_only_if_it_is_wanted(make_config: MakeConfig) -> None:
             tracker.close()
         folder.close()
         assert len(wandb.runs) == num_runs
-        assert not read_metrics(folder.path) == []
+        assert read_metrics(folder.path) == [{"step": 1, "a": 1.0}]
         (folder.path / "metrics.jsonl").unlink()
 
 

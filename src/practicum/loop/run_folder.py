@@ -11,8 +11,8 @@
     summary.json, report.html       written at the end
 
 A checkpoint is written into a hidden folder, synced to disk, then renamed: it is either whole or not there. Metrics of
-a step are on disk before its checkpoint, so a resumed run cuts them off after that step and goes on. Which checkpoint is
-the best follows from the metrics; best.json is only the mark of it, and names one that is there at any moment.
+a step are on disk before its checkpoint, so a resumed run cuts them off after that step and goes on. Which checkpoint
+is the best follows from the metrics; best.json is only the mark of it, and names one that is there at any moment.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class RunFolder:
     def save_checkpoint(
         self, state: RunState, write: Callable[[Path], None], metrics: Mapping[str, float] | None = None
     ) -> None:
-        """`write` fills a folder; it becomes the newest checkpoint once all of it is on disk. `metrics` of its step, which
-        must be on disk already, say whether it is the best."""
+        """`write` fills a folder; it becomes the newest checkpoint once all of it is on disk. `metrics` of its step,
+        which must be on disk already, say whether it is the best."""
         name = checkpoint_name(state.step)
         hidden = self.path / "checkpoints" / f".{name}"
         final = self.path / "checkpoints" / name

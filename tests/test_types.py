@@ -101,3 +101,9 @@ def test_whatever_travels_arrives_the_same() -> None:
     assert same(pickle.loads(pickle.dumps(make_sample(prompt=chat))), make_sample(prompt=chat))
     for score in (Score(0.5, parts={"a": 1.0}), Score.failed("timeout", "late")):
         assert pickle.loads(pickle.dumps(score)) == score
+
+
+def test_what_a_grader_read_crosses_processes_but_is_no_part_of_the_grade() -> None:
+    score = Score(1.0, answer="4")
+    assert pickle.loads(pickle.dumps(score)).answer == "4"
+    assert score == Score(1.0)

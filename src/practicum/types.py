@@ -311,12 +311,17 @@ def _fields_of(prompts: Sequence[Prompt]) -> list[tuple[Any, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A grade. `value` is a finite number exactly when `status` is `ok`; a failure is never a zero."""
+    """A grade. `value` is a finite number exactly when `status` is `ok`; a failure is never a zero.
+
+    `answer` is what the grader read as the result of the sample, written one way for all that mean the same: with it
+    the sample votes in `maj@k`. None where the grader does not tell. It is no part of the grade.
+    """
 
     value: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
     status: ScoreStatus = "ok"
     reason: str = ""
+    answer: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.status not in SCORE_STATUSES:
@@ -327,7 +332,7 @@ class Score:
             raise ValueError(f"a score with status {self.status} has no value, not {self.value}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Score, (self.value, self.parts, self.status, self.reason)
+        return Score, (self.value, self.parts, self.status, self.reason, self.answer)
 
     @classmethod
     def failed(cls, status: ScoreStatus, reason: str) -> Score:

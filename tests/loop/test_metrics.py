@@ -69,6 +69,26 @@ def test_the_stopwatch_adds_up_phases() -> None:
     assert metrics["time/tokens_per_s"] == pytest.approx(100 / metrics["time/step_s"], rel=0.01)
 
 
+def test_phases_and_what_is_idle_make_up_the_step() -> None:
+    watch = Stopwatch()
+    for phase in ("rollout", "update"):
+        with watch.phase(phase):
+            time.sleep(0.01)
+    time.sleep(0.01)
+    metrics = watch.metrics(num_tokens=1)
+    assert metrics["time/idle_s"] >= 0.01
+    phases = ("rollout", "update", "idle")
+    assert sum(metrics[f"time/{name}_s"] for name in phases) == pytest.approx(metrics["time/step_s"])
+    assert sum(metrics[f"time/share/{name}"] for name in phases) == pytest.approx(1.0)
+
+
+def test_phases_that_overlap_leave_nothing_idle() -> None:
+    watch = Stopwatch()
+    with watch.phase("rollout"), watch.phase("reward"):
+        time.sleep(0.01)
+    assert watch.metrics(num_tokens=1)["time/idle_s"] == 0.0
+
+
 def test_a_report_names_what_people_ask_for() -> None:
     report = StepReport(1, 2, {"reward/mean": 0.5, "rollout/kl": 0.1, "time/tokens_per_s": 3.0})
     assert (report.reward, report.kl, report.tokens_per_s, report.accuracy) == (0.5, 0.1, 3.0, None)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from rich.console import Console
 
 from practicum.loop.metrics import StepReport
 from practicum.loop.progress import Progress, print_ending
+from practicum.loop.run_folder import Best
 from practicum.loop.summary import Summary
 
 
@@ -49,3 +52,14 @@ def test_the_ending_tells_before_and_after(tmp_path: Path, before: float | None,
     print_ending(Console(file=output, width=120), tmp_path, summary, tmp_path / "report.html")
     assert line in output.getvalue()
     assert "report.html" in output.getvalue()
+
+
+@pytest.mark.parametrize(("step", "is_told"), [(4, True), (10, False)])
+def test_the_ending_names_the_best_model_where_it_is_not_the_last(tmp_path: Path, step: int, is_told: bool) -> None:
+    output = io.StringIO()
+    best = Best("validation/pass@4", 0.875, step, f"checkpoints/step-{step:06d}")
+    (tmp_path / "best.json").write_text(json.dumps(asdict(best)))
+    summary = Summary(0.25, 0.9, 0.1, 0.8, 1e-9, 10, 60.0, 1000, 100.0)
+    print_ending(Console(file=output, width=200), tmp_path, summary, tmp_path / "report.html")
+    line = f"best:   {tmp_path}/checkpoints/step-{step:06d}/model (validation/pass@4 0.875)"
+    assert (line in output.getvalue()) == is_told

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,3 +41,80 @@ def test_axes_are_labelled_with_a_few_round_numbers(low: float, high: float) -> 
     ticks = _ticks(low, high)
     assert 3 <= len(ticks) <= 7
     assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
+
+
+def page_of(run_dir: Path, rows: list[dict[str, Any]]) -> str:
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run_dir / "config.yaml").write_text("{}")
+    return write_report(run_dir, Summary(None, None, 0.1, 0.5, 1e-3, 5, 10.0, 100, 10.0), "run").read_text()
+
+
+def figure(page: str, title: str) -> tuple[ElementTree.Element, list[str]]:
+    """The drawing under a title and its legend."""
+    found = page.partition(f"<figcaption>{title}")[2].partition("</figure>")[0]
+    assert found, f"no figure {title}"
+    drawn = ElementTree.fromstring("<svg" + found.partition("<svg")[2].partition("</svg>")[0] + "</svg>")
+    return drawn, re.findall(r"</i>([^<]+)</span>", found)
+
+
+def corners(shape: ElementTree.Element) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in (point.split(",") for point in shape.attrib["points"].split())]
+
+
+def test_each_k_has_a_curve_where_there_are_several_answers(tmp_path: Path) -> None:
+    rows = [
+        {"step": i, **{f"validation/pass@{k}": k / 20 + i / 100 for k in (1, 2, 4, 16)}, "validation/maj@16": i / 100}
+        for i in range(4)
+    ]
+    page = page_of(tmp_path, rows)
+    drawn, legend = figure(page, "pass@k on held-out prompts")
+    assert legend == ["pass@1", "pass@2", "pass@4", "pass@16"]
+    curves = [corners(line) for line in drawn.findall("polyline")]
+    assert [len(curve) for curve in curves] == [4] * 4
+    starts = [curve[0][1] for curve in curves]
+    assert starts == sorted(starts, reverse=True)  # more answers, higher on the page
+    assert figure(page, "maj@k on held-out prompts")[1] == ["maj@16"]
+    assert "by dataset" not in page
+    single = page_of(tmp_path, [{"step": i, "validation/pass@1": 0.5} for i in range(3)])
+    assert "@k" not in single  # that is the accuracy again
+
+
+def test_each_dataset_has_a_curve(tmp_path: Path) -> None:
+    sources = [f"org/set-{i}" for i in range(11)]  # more than there are colours
+    rows = [{"step": i, **{f"validation/{source}/accuracy": 0.5 for source in sources}} for i in range(3)]
+    drawn, legend = figure(page_of(tmp_path, rows), "Accuracy (held out) by dataset")
+    assert legend == sources and len(drawn.findall("polyline")) == 11
+
+
+def profile(step: int, **seconds: float) -> dict[str, float]:
+    total = sum(seconds.values())
+    shares = {f"time/share/{name}": value / total for name, value in seconds.items()}
+    return {"step": step, **{f"time/{name}_s": value for name, value in seconds.items()}, **shares}
+
+
+def test_phases_are_stacked(tmp_path: Path) -> None:
+    rows = [profile(i, rollout=2.0, update=1.0 + i, idle=0.5) for i in (1, 2)]
+    drawn, legend = figure(page_of(tmp_path, [{"step": 0}, *rows]), "Seconds a step, by phase")
+    assert [label.split()[0] for label in legend] == ["rollout", "update", "idle"]
+    assert legend[0] == f"rollout {(2 / 4.5 + 2 / 5.5) / 2:.0%}"
+    rollout, update, idle = (corners(area) for area in drawn.findall("polygon"))
+    half = len(rollout) // 2
+    assert update[half:] == rollout[:half][::-1]  # it stands on what is below
+    assert idle[half:] == update[:half][::-1]
+    one_second = (rollout[-1][1] - rollout[0][1]) / 2
+    assert update[-1][1] - update[0][1] == pytest.approx(2 * one_second, abs=0.2)
+    assert idle[-1][1] - idle[0][1] == pytest.approx(0.5 * one_second, abs=0.2)
+
+
+def test_a_phase_of_some_steps_only_and_a_run_of_one_step_can_be_drawn(tmp_path: Path) -> None:
+    drawn, legend = figure(page_of(tmp_path, [profile(1, rollout=1.0, idle=0.0)]), "Seconds a step, by phase")
+    assert legend == ["rollout 100%", "idle 0%"] and len(drawn.findall("polygon")) == 2
+    rows = [profile(1, rollout=1.0, idle=1.0), profile(2, rollout=1.0, looking=1.0, idle=0.0)]
+    assert figure(page_of(tmp_path, rows), "Seconds a step, by phase")[1] == ["rollout 50%", "looking 25%", "idle 25%"]
+
+
+def test_long_runs_are_drawn_in_few_columns(tmp_path: Path) -> None:
+    rows = [profile(i, rollout=1.0 + (i % 2), idle=0.1) for i in range(1, 3001)]
+    drawn, _ = figure(page_of(tmp_path, rows), "Seconds a step, by phase")
+    area = drawn.find("polygon")
+    assert area is not None and len(corners(area)) <= 4 * 200

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +11,8 @@ import pytest
 
 from practicum.config import Config
 from practicum.errors import CheckpointError
-from practicum.loop.run_folder import RunFolder, RunState, read_metrics, read_validation
+from practicum.loop.run_folder import RunFolder, RunState, read_best, read_metrics, read_validation
+from practicum.loop.trackers import JsonlTracker
 from practicum.types import Score
 from tests.samples import make_sample
 
@@ -117,7 +121,110 @@ def test_answers_and_validations_can_be_read(make_config: MakeConfig) -> None:
     folder.write_answers(3, samples, scores)
     text = (folder.path / "answers" / "step-000003.txt").read_text()
     assert "answer: 4\nexpected: 5\nscore: timeout" in text
-    folder.write_validation(3, samples, scores)
+    folder.write_validation(3, samples, scores, right_above=0.5)
     assert [row["score"] for row in read_validation(folder.path, 3)] == [None, 1.0]
+    assert [row["right"] for row in read_validation(folder.path, 3)] == [False, True]
+    folder.write_validation(3, samples, scores, right_above=1.0)
+    assert [row["right"] for row in read_validation(folder.path, 3)] == [False, False]
     assert read_validation(folder.path, 4) == []
     folder.close()
+
+
+# The best checkpoint
+
+BY_ACCURACY = ("trainer.keep_best=validation/accuracy", "trainer.keep_checkpoints=1")
+
+
+def steps_done(folder: RunFolder, accuracies: dict[int, float], every: int = 100) -> None:
+    """As the trainer has it: metrics, then a checkpoint if one is due or the step is the best."""
+    tracker = JsonlTracker(folder.path / "metrics.jsonl")
+    for step, accuracy in accuracies.items():
+        metrics = {"validation/accuracy": accuracy}
+        tracker.log(step, metrics)
+        if step % every == 0 or folder.is_best(metrics):
+            folder.save_checkpoint(RunState(step, step), fill, metrics)
+    tracker.close()
+
+
+def kept(folder: RunFolder) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in sorted((folder.path / "checkpoints").iterdir())]
+
+
+def test_the_best_checkpoint_outlives_newer_ones(make_config: MakeConfig) -> None:
+    folder = RunFolder(make_config(*BY_ACCURACY))
+    assert read_best(folder.path) is None
+    steps_done(folder, {1: 0.2, 2: 0.5, 3: 0.9, 4: 0.4, 5: 0.9, 6: 0.1}, every=2)
+    assert kept(folder) == [3, 6]
+    best = read_best(folder.path)
+    assert best is not None and (best.step, best.value, best.metric) == (3, 0.9, "validation/accuracy")
+    assert (folder.path / best.checkpoint / "weights").exists()
+    steps_done(folder, {7: 0.95})
+    assert kept(folder) == [7]  # the newest and the best in one
+    folder.close()
+
+
+def test_without_keep_best_nothing_is_marked(make_config: MakeConfig) -> None:
+    folder = RunFolder(make_config("trainer.keep_checkpoints=1"))
+    steps_done(folder, {1: 0.9, 2: 0.2}, every=1)
+    assert kept(folder) == [2] and read_best(folder.path) is None
+    folder.close()
+
+
+def test_a_resumed_run_knows_its_best(make_config: MakeConfig) -> None:
+    folder = RunFolder(make_config(*BY_ACCURACY))
+    steps_done(folder, {1: 0.2, 2: 0.8, 3: 0.3, 4: 0.4}, every=4)
+    JsonlTracker(folder.path / "metrics.jsonl").log(5, {"validation/accuracy": 0.99})  # killed before its checkpoint
+    folder.close()
+    (folder.path / "best.json").unlink()  # or before the mark
+    resumed = RunFolder(make_config(*BY_ACCURACY, "resume=auto"))
+    assert resumed.checkpoint is not None and resumed.checkpoint.state.step == 4
+    assert resumed.best == read_best(folder.path) is not None
+    assert resumed.best is not None and resumed.best.step == 2
+    steps_done(resumed, {5: 0.7, 6: 0.8, 8: 0.1}, every=4)
+    assert kept(resumed) == [2, 8]
+    resumed.close()
+    without = RunFolder(make_config("resume=auto"))
+    assert read_best(folder.path) is None  # nobody protects it any more
+    without.close()
+
+
+_SAVES_FOR_EVER = """
+import itertools, sys
+from practicum.config import Config
+from practicum.loop.run_folder import RunFolder
+from tests.loop.test_run_folder import steps_done
+
+folder = RunFolder(Config.load(sys.argv[1], ["resume=auto"]))
+first = folder.checkpoint.state.step + 1 if folder.checkpoint else 1
+for step in itertools.count(first):
+    print("working", flush=True)
+    steps_done(folder, {step: step * 37 % 101 + step / 50}, every=3)
+"""
+
+
+def test_killed_at_any_moment_the_mark_is_right(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(*BY_ACCURACY, "resume=auto")
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    run_dir = Path(config.trainer.run_dir)
+    for attempt in range(6):
+        process = subprocess.Popen(
+            [sys.executable, "-c", _SAVES_FOR_EVER, str(tmp_path / "config.yaml")], stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        for _ in range(4):
+            assert process.stdout.readline() == b"working\n"
+        time.sleep(0.002 * attempt)  # somewhere in the fourth step from where it began, or in the next
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        marked = read_best(run_dir)
+        if marked is not None:
+            assert (run_dir / marked.checkpoint / "state.json").exists()
+        folder = RunFolder(config)
+        rows = {row["step"]: row["validation/accuracy"] for row in read_metrics(run_dir)}
+        if rows:
+            assert folder.best is not None
+            assert (folder.best.step, folder.best.value) == max(rows.items(), key=lambda row: row[1])
+            assert (run_dir / folder.best.checkpoint / "weights").exists()
+        folder.close()
+    assert len(rows) >= 6

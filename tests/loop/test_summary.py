@@ -39,3 +39,12 @@ def test_what_was_learnt_comes_first(tmp_path: Path) -> None:
         path = tmp_path / "validation" / f"step-{number:06d}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [c.question for c in comparisons(tmp_path, 5)] == ["q2", "q0", "q1"]
+
+
+def test_an_answer_is_right_if_the_validation_says_so(tmp_path: Path) -> None:
+    (tmp_path / "validation").mkdir()
+    for number, right in ((0, False), (5, True)):
+        row = {"question": "q", "expected": 7, "answer": "a", "score": 0.3 + number / 10, "right": right}
+        (tmp_path / "validation" / f"step-{number:06d}.jsonl").write_text(json.dumps(row) + "\n")
+    (found,) = comparisons(tmp_path, 5)
+    assert (found.correct_before, found.correct_after) == (False, True)

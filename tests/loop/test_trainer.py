@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from practicum import Config, Trainer
 from practicum.errors import ConfigError, DataError, ModelError, ReplayError, ResourceError, RewardError
-from practicum.loop.run_folder import read_metrics
+from practicum.loop.run_folder import read_best, read_metrics
 from practicum.models import load_model
 from tests.rollout.serving.models import save_classifier
 
@@ -41,6 +42,90 @@ def test_a_run_leaves_everything_in_its_folder(make_config: MakeConfig) -> None:
     assert list((run_dir / "tensorboard").glob("events.*"))
     assert (run_dir / "answers" / "step-000001.txt").exists()
     assert [p.name for p in sorted((run_dir / "checkpoints").iterdir())] == ["step-000002", "step-000003"]
+
+
+def test_held_out_prompts_are_measured_by_dataset(make_config: MakeConfig, write_jsonl: Any) -> None:
+    rows = [{"prompt": f"0{i}+0{i}=", "answer": "x", "data_source": "ab"[i % 2]} for i in range(6)]
+    config = make_config(
+        f"data.validation={write_jsonl(*rows)}", "validation.answers_per_prompt=4", "validation.right_above=0.2"
+    )
+    last = list(Trainer(config).steps())[-1].metrics
+    for part in ("", "a/", "b/"):
+        assert last[f"validation/{part}pass@1"] <= last[f"validation/{part}pass@2"] <= last[f"validation/{part}pass@4"]
+        assert 0 <= last[f"validation/{part}maj@4"] <= last[f"validation/{part}pass@4"]
+        assert last[f"validation/{part}mean@4"] == pytest.approx(last[f"validation/{part}accuracy"])
+    assert last["validation/pass@4"] == pytest.approx((last["validation/a/pass@4"] + last["validation/b/pass@4"]) / 2)
+
+
+def test_the_best_checkpoint_is_kept_and_marked(make_config: MakeConfig, tmp_path: Path) -> None:
+    overrides = ["trainer.steps=6", "validation.every=1", "trainer.keep_checkpoints=1", "trainer.checkpoint_every=0"]
+    config = make_config(*overrides, "trainer.keep_best=validation/accuracy", "validation.answers_per_prompt=2")
+    accuracies = {report.number: report.accuracy or 0.0 for report in Trainer(config).steps()}
+    run_dir = Path(config.trainer.run_dir)
+    best = read_best(run_dir)
+    assert best is not None
+    assert best.value == max(accuracies.values()) == accuracies[best.step]
+    there = [path.name for path in sorted((run_dir / "checkpoints").iterdir())]
+    assert there == [f"step-{step:06d}" for step in sorted({best.step, 6})]
+    assert weights(run_dir, best.step)
+
+
+FAKE_WANDB = """
+import json, pathlib
+
+class Error(Exception):
+    pass
+
+class Run:
+    step = 0
+
+    def __init__(self, given):
+        self.file = pathlib.Path(given["dir"]) / "told.jsonl"
+        self.note({"id": given["id"]})
+
+    def note(self, row):
+        with self.file.open("a") as file:
+            file.write(json.dumps(row) + "\\n")
+
+    def log(self, data, step):
+        self.note({"step": step, **data})
+
+    def finish(self):
+        self.note({"finished": True})
+
+def Settings(**settings):
+    return settings
+
+def init(**given):
+    return Run(given)
+"""
+
+
+def test_a_run_and_its_resumption_are_told_to_wandb(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandb.py").write_text(FAKE_WANDB)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    wanted = ("trainer.wandb.project=sums", "trainer.wandb.mode=offline")
+    list(Trainer(make_config(*wanted)).steps())
+    config = make_config(*wanted, "trainer.steps=3", "resume=auto")
+    list(Trainer(config).steps())
+    del sys.modules["wandb"]
+    told = [json.loads(line) for line in (Path(config.trainer.run_dir) / "told.jsonl").read_text().splitlines()]
+    assert len({row["id"] for row in told if "id" in row}) == 1
+    assert [row for row in told if "step" in row] == read_metrics(Path(config.trainer.run_dir))
+    assert told[-1] == {"finished": True}
+
+
+def test_wandb_that_is_not_there_is_missed_before_anything_starts(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config("trainer.wandb.project=sums")
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as where it is not installed
+    with pytest.raises(ConfigError, match=r"practicum\[wandb\]"):
+        Trainer(config)
+    assert not Path(config.trainer.run_dir).exists()
 
 
 def test_rewards_rise(make_config: MakeConfig) -> None:

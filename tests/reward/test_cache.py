@@ -113,3 +113,10 @@ def test_a_model_is_known_by_the_state_of_its_files(tmp_path: Path) -> None:
     second = fingerprint(tmp_path)
     (tmp_path / "weights").write_text("ww")
     assert len({first, second, fingerprint(tmp_path)}) == 3
+
+
+def test_what_the_grader_read_is_kept_too(tmp_path: Path) -> None:
+    cache = ScoreCache(tmp_path)
+    cache.put("ab" * 32, Score(1.0, answer="4"))
+    found = cache.get("ab" * 32)
+    assert found is not None and found.answer == "4"

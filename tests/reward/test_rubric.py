@@ -50,6 +50,7 @@ def test_parts_of_a_term_keep_its_name_in_front() -> None:
     made = rubric(terms=[{"grader": "numeric", "name": "sum"}, {"grader": "exact"}])
     score = made.grade_by_rule(sample("The answer is 4", "4"))
     assert score.value == 1.0
+    assert score.answer == "4"  # of the first term that tells
     assert set(score.parts) > {"sum", "exact"} and all(n in ("sum", "exact") or n[:4] == "sum/" for n in score.parts)
 
 

@@ -63,3 +63,9 @@ def test_anything_else_is_refused_with_what_it_was(value: Any, complaint: str) -
         score_of(value)
     assert complaint in str(caught.value)
     assert len(str(caught.value)) < 200
+
+
+def test_what_was_read_as_the_result_travels_along() -> None:
+    assert score_of({"score": 0.5, "pred": "4"}).answer == score_of({"score": 0.5, "answer": "4"}).answer == "4"
+    assert score_of(Score(1.0, answer="4")).answer == "4"
+    assert score_of(0.5).answer is None

@@ -6,6 +6,7 @@ from practicum.config.base import Section
 from practicum.config.critic import CriticConfig
 from practicum.config.reward import CacheConfig, LimitsConfig, RewardConfig, RewardModelConfig, TermConfig
 from practicum.config.rollout import AgentConfig, OpenAIConfig, RolloutConfig, VllmConfig
+from practicum.config.tracking import WandbConfig
 from practicum.config.tree import (
     Config,
     ControllerConfig,
@@ -40,6 +41,7 @@ __all__ = [
     "TrainerConfig",
     "ValidationConfig",
     "VllmConfig",
+    "WandbConfig",
     "known_keys",
     "section_of",
 ]

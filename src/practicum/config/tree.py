@@ -20,6 +20,7 @@ from practicum.config.base import Section
 from practicum.config.critic import CriticConfig
 from practicum.config.reward import RewardConfig
 from practicum.config.rollout import RolloutConfig
+from practicum.config.tracking import WandbConfig
 from practicum.errors import ConfigError
 from practicum.types import SamplingParams
 
@@ -54,7 +55,10 @@ class ValidationConfig(Section):
     temperature: float = Field(default=1.0, ge=0)
     """Of the answers to held-out prompts; 0 is greedy."""
     answers_per_prompt: int = Field(default=1, ge=1)
-    """Answers to each held-out prompt; the accuracy is their mean score."""
+    """Answers to each held-out prompt; the accuracy is their mean score. With several there are pass@k and maj@k for
+    k = 1, 2, 4, ... up to this."""
+    right_above: float = 0.5
+    """An answer is right if its score is above this. pass@k and maj@k count right answers; the accuracy does not."""
     max_prompts: int | None = Field(default=None, ge=1)
     """Use only the first so many held-out prompts. None uses all."""
 
@@ -76,8 +80,14 @@ class TrainerConfig(Section):
     """Steps between checkpoints; 0 writes one only after the last step."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Older checkpoints are deleted."""
+    keep_best: str | None = Field(default=None, pattern="^validation/.")
+    """A figure of held-out prompts, such as validation/accuracy or validation/pass@4. A step that is better by it than
+    any before is checkpointed whenever it comes; that checkpoint is kept until a better one is, and best.json names it.
+    None keeps none."""
     log_answers_every: int = Field(default=10, ge=1)
     """Steps between files of sampled answers in the run folder."""
+    wandb: WandbConfig | None = None
+    """Log to Weights & Biases too; needs the extra practicum[wandb]. A resumed run goes on in the same W&B run."""
 
 
 class ControllerConfig(Section):
@@ -265,6 +275,8 @@ class Config(Section):
                 "rollout.replicas and reward.model.replicas are both auto with placement standalone, and each takes "
                 "all that is free: set one of them to a number"
             )
+        if self.trainer.keep_best is not None and self.data.validation is None:
+            raise ValueError(f"trainer.keep_best={self.trainer.keep_best} needs data.validation, a file of prompts")
         if self.validation.every and self.data.validation is None:
             raise ValueError(f"validation.every={self.validation.every} needs data.validation, a file of prompts")
         return self

@@ -13,6 +13,8 @@ from practicum.replay import ReplayStats
 from practicum.train import CriticStats, UpdateStats
 from practicum.types import Sample, Score
 
+PHASE_SHARE = "time/share/"  # what follows is the name of a phase
+
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
@@ -57,9 +59,16 @@ class Stopwatch:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def metrics(self, num_tokens: int) -> dict[str, float]:
+        """Of a step that ends now: each phase and the rest, in seconds and as shares of the whole."""
         total = time.perf_counter() - self._start
-        phases = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
-        return {**phases, "time/step_s": total, "time/tokens_per_s": num_tokens / total}
+        # What is left is the driver's own: everybody else waits for it. Phases that overlap may leave nothing.
+        phases = {**self.seconds, "idle": max(0.0, total - sum(self.seconds.values()))}
+        return {
+            **{f"time/{name}_s": seconds for name, seconds in phases.items()},
+            **{f"{PHASE_SHARE}{name}": seconds / total for name, seconds in phases.items()},
+            "time/step_s": total,
+            "time/tokens_per_s": num_tokens / total,
+        }
 
 
 def rollout_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from practicum.loop.metrics import StepReport
+from practicum.loop.run_folder import checkpoint_name, read_best
 from practicum.loop.summary import Summary, comparisons
 
 _PLAIN_LINES_EVERY_S = 10.0
@@ -95,8 +96,11 @@ def print_ending(console: Console, run_dir: Path, summary: Summary, report: Path
                 _judged(c.after, c.correct_after),
             )
         console.print(table)
-    model = run_dir / "checkpoints" / f"step-{summary.steps:06d}" / "model"
+    model = run_dir / "checkpoints" / checkpoint_name(summary.steps) / "model"
     console.print(f"report: {report}\nmodel:  {model}", **PLAIN)
+    best = read_best(run_dir)
+    if best is not None and best.step != summary.steps:
+        console.print(f"best:   {run_dir / best.checkpoint / 'model'} ({best.metric} {best.value:.3f})", **PLAIN)
 
 
 def _one_line(text: str) -> str:

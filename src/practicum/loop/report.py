@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import html
+import itertools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from practicum.loop.run_folder import read_metrics, write_durably
+from practicum.loop.metrics import PHASE_SHARE
+from practicum.loop.run_folder import Best, read_best, read_metrics, write_durably
 from practicum.loop.summary import Comparison, Summary, comparisons
 
 Points = list[tuple[float, float]]
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 460, 220, 56, 28, 10, 12
-_COLOURS = ("#2563eb", "#dc2626", "#059669")
+_COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#db2777", "#65a30d")
+_IDLE_COLOUR = "#9ca3af"
+_MOST_COLUMNS = 200  # of a stacked chart: more are narrower than they can be seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,28 +43,44 @@ CHARTS = (
     Chart("Entropy of the policy", (("nats per token", "actor/entropy"),)),
     Chart("Gradient norm before clipping", (("norm", "actor/grad_norm"),)),
     Chart("Answer length", (("tokens", "rollout/answer_tokens"),)),
-    Chart(
-        "Seconds a step",
-        (("rollout", "time/rollout_s"), ("update", "time/update_s"), ("reward", "time/reward_s")),
-    ),
 )
+
+
+def _validation_charts(rows: Sequence[dict[str, Any]]) -> list[Chart]:
+    """Those of the figures that there are: they depend on the number of answers and on the datasets."""
+    names = list(dict.fromkeys(name for row in rows for name in row if name.startswith("validation/")))
+    charts = []
+    for figure, meaning in (("pass", "one of k answers is right"), ("maj", "the majority of k answers is right")):
+        ks = sorted(int(name.rpartition("@")[2]) for name in names if re.fullmatch(rf"validation/{figure}@\d+", name))
+        lines = tuple((f"{figure}@{k}", f"validation/{figure}@{k}") for k in ks)
+        if ks and ks[-1] > 1:
+            charts.append(Chart(f"{figure}@k on held-out prompts: {meaning}", lines))
+    sources = [match for name in names if (match := re.fullmatch(r"validation/(.+)/accuracy", name))]
+    charts.append(Chart("Accuracy (held out) by dataset", tuple((match[1], match[0]) for match in sources)))
+    return charts
 
 
 def write_report(run_dir: Path, summary: Summary, title: str) -> Path:
     """Draw the report of a run from its folder."""
     rows = read_metrics(run_dir)
-    charts = "".join(_figure(chart, rows) for chart in CHARTS)
+    wanted = [CHARTS[0], *_validation_charts(rows), *CHARTS[1:]]
+    charts = "".join(_figure(chart, rows) for chart in wanted) + _phases_figure(rows)
     answers = _answers(comparisons(run_dir, last_step=rows[-1]["step"])[:8])
     config = html.escape((run_dir / "config.yaml").read_text())
     page = _PAGE.format(
-        title=html.escape(title), facts=_facts(summary), charts=charts, answers=answers, config=config, style=_STYLE
+        title=html.escape(title),
+        facts=_facts(summary, read_best(run_dir)),
+        charts=charts,
+        answers=answers,
+        config=config,
+        style=_STYLE,
     )
     path = run_dir / "report.html"
     write_durably(path, page)
     return path
 
 
-def _facts(summary: Summary) -> str:
+def _facts(summary: Summary, best: Best | None) -> str:
     facts = [("steps", f"{summary.steps}"), ("minutes", f"{summary.seconds / 60:.1f}")]
     if summary.accuracy_before is not None and summary.accuracy_after is not None:
         facts.insert(0, ("held-out accuracy", f"{summary.accuracy_before:.2f} → {summary.accuracy_after:.2f}"))
@@ -68,6 +89,8 @@ def _facts(summary: Summary) -> str:
         ("tokens/s", f"{summary.tokens_per_s:,.0f}"),
         ("largest KL(rollout | trainer)", f"{summary.largest_kl:.1e}"),
     ]
+    if best is not None:
+        facts.append((f"best checkpoint, by {best.metric}", f"step {best.step}: {best.value:.3f}"))
     return "".join(f"<div><b>{value}</b><span>{html.escape(name)}</span></div>" for name, value in facts)
 
 
@@ -95,16 +118,53 @@ def _figure(chart: Chart, rows: Sequence[dict[str, Any]]) -> str:
     low, high = (min(ys), max(ys)) if chart.log_scale else (min(0.0, *ys), max(ys))
     high = high if high > low else low + 1
     scale = _Scale(min(xs), max(xs, default=1) if max(xs) > min(xs) else min(xs) + 1, low, high)
-    drawn = "".join(_line(points, scale, colour) for (_, points), colour in zip(lines, _COLOURS, strict=False))
+    colours = [colour for _, colour in zip(lines, itertools.cycle(_COLOURS), strict=False)]
+    drawn = "".join(_line(points, scale, colour) for (_, points), colour in zip(lines, colours, strict=True))
+    axes = _axes(scale, chart.log_scale)
+    return _framed(chart.title, axes + drawn, [label for label, _ in lines], colours)
+
+
+def _framed(title: str, drawn: str, labels: Sequence[str], colours: Sequence[str]) -> str:
     legend = "".join(
         f'<span><i style="background:{colour}"></i>{html.escape(label)}</span>'
-        for (label, _), colour in zip(lines, _COLOURS, strict=False)
+        for label, colour in zip(labels, colours, strict=True)
     )
-    axes = _axes(scale, chart.log_scale)
     return (
-        f"<figure><figcaption>{html.escape(chart.title)}</figcaption>"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{axes}{drawn}</svg><p>{legend}</p></figure>'
+        f"<figure><figcaption>{html.escape(title)}</figcaption>"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{drawn}</svg><p>{legend}</p></figure>'
     )
+
+
+def _phases_figure(rows: Sequence[dict[str, Any]]) -> str:
+    """Seconds a step, its phases on top of each other: a column a step, or a column the mean of several."""
+    steps = [row for row in rows if f"{PHASE_SHARE}idle" in row]
+    if not steps:
+        return ""
+    names = dict.fromkeys(name for row in steps for name in row if name.startswith(PHASE_SHARE))
+    phases = [*(name.removeprefix(PHASE_SHARE) for name in names if name != f"{PHASE_SHARE}idle"), "idle"]
+    num_each = math.ceil(len(steps) / _MOST_COLUMNS)
+    columns = [steps[i : i + num_each] for i in range(0, len(steps), num_each)]
+    edges = [float(column[0]["step"]) for column in columns] + [float(steps[-1]["step"]) + 1]
+    tops = [[0.0] * len(columns)]
+    for phase in phases:
+        means = [sum(row.get(f"time/{phase}_s", 0.0) for row in column) / len(column) for column in columns]
+        tops.append([below + mean for below, mean in zip(tops[-1], means, strict=True)])
+    scale = _Scale(edges[0], edges[-1], 0.0, max(max(tops[-1]), 1e-9))
+    colours = [*itertools.islice(itertools.cycle(_COLOURS), len(phases) - 1), _IDLE_COLOUR]
+    drawn = "".join(
+        _stairs(edges, low, high, scale, colour) for low, high, colour in zip(tops[:-1], tops[1:], colours, strict=True)
+    )
+    shares = [sum(row.get(f"{PHASE_SHARE}{phase}", 0.0) for row in steps) / len(steps) for phase in phases]
+    labels = [f"{phase} {share:.0%}" for phase, share in zip(phases, shares, strict=True)]
+    return _framed("Seconds a step, by phase", _axes(scale, log_scale=False) + drawn, labels, colours)
+
+
+def _stairs(edges: Sequence[float], low: Sequence[float], high: Sequence[float], scale: _Scale, colour: str) -> str:
+    """The area between two lines of steps."""
+    over = [scale.place(edge, y) for i, y in enumerate(high) for edge in edges[i : i + 2]]
+    under = [scale.place(edge, y) for i, y in enumerate(low) for edge in edges[i : i + 2]]
+    path = " ".join(f"{across:.1f},{up:.1f}" for across, up in [*over, *reversed(under)])
+    return f'<polygon points="{path}" fill="{colour}"/>'
 
 
 def _points(rows: Sequence[dict[str, Any]], metric: str, log_scale: bool) -> Points:
@@ -161,7 +221,8 @@ h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 .facts { display: flex; flex-wrap: wrap; gap: 1.6rem } .facts div { display: flex; flex-direction: column }
 .facts b { font-size: 1.3rem } .facts span, figcaption, th { color: #6b7280 }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(380px, 1fr)); gap: 1rem; margin-top: 1.5rem }
-figure { margin: 0 } figure p { margin: 0; font-size: 13px; display: flex; gap: 1rem; padding-left: 56px }
+figure { margin: 0 } figure p { margin: 0; font-size: 13px; padding-left: 56px }
+figure p { display: flex; flex-wrap: wrap; gap: 0 1rem }
 figure i { display: inline-block; width: 10px; height: 10px; margin-right: 5px; border-radius: 2px }
 svg line { stroke: #e5e7eb } svg text { font-size: 11px; fill: #6b7280 }
 table { border-collapse: collapse } td, th { padding: .25rem .9rem .25rem 0; text-align: left }

@@ -6,10 +6,13 @@
     answers/step-000010.txt         some sampled answers
     validation/step-000000.jsonl    some held-out questions with answers
     checkpoints/step-000050/        see train/checkpoint.py; state.json says where the run stood
+    best.json                       which of them is the best, if trainer.keep_best asks for it
+    wandb.json, wandb/              the run's id at W&B, and what W&B keeps on disk
     summary.json, report.html       written at the end
 
 A checkpoint is written into a hidden folder, synced to disk, then renamed: it is either whole or not there. Metrics of
-a step are on disk before its checkpoint, so a resumed run cuts them off after that step and goes on.
+a step are on disk before its checkpoint, so a resumed run cuts them off after that step and goes on. Which checkpoint
+is the best follows from the metrics; best.json is only the mark of it, and names one that is there at any moment.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -28,6 +31,7 @@ from practicum.errors import CheckpointError, ConfigError
 from practicum.types import Sample, Score
 
 SHOWN_VALIDATIONS = 20
+_BEST = "best.json"
 _CANNOT_CHANGE = ("model.path:", "data.train:", "trainer.seed:")
 
 
@@ -38,6 +42,16 @@ class RunState:
     step: int
     data_position: int
     kl_coefficient: float | None = None  # as it stands, where it is adapted
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best checkpoint so far, and by what."""
+
+    metric: str
+    value: float
+    step: int
+    checkpoint: str  # within the run folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +70,8 @@ class RunFolder:
     def __init__(self, config: Config) -> None:
         self.path = Path(config.trainer.run_dir)
         self._keep = config.trainer.keep_checkpoints
+        self._best_by = config.trainer.keep_best
+        self.best: Best | None = None
         try:
             for name in ("checkpoints", "answers", "validation"):
                 (self.path / name).mkdir(parents=True, exist_ok=True)
@@ -86,6 +102,7 @@ class RunFolder:
         self.changes = _changes(saved, config) if checkpoint else []
         self._cut_metrics(checkpoint.state.step if checkpoint else -1)
         write_durably(saved, config.to_yaml())
+        self._find_best()
         return checkpoint
 
     def _newest(self) -> Checkpoint | None:
@@ -108,9 +125,36 @@ class RunFolder:
         kept = [json.dumps(row) + "\n" for row in read_metrics(self.path) if row["step"] <= last_step]
         write_durably(self.path / "metrics.jsonl", "".join(kept))
 
-    def save_checkpoint(self, state: RunState, write: Callable[[Path], None]) -> None:
-        """`write` fills a folder; it becomes the newest checkpoint once all of it is on disk."""
-        name = f"step-{state.step:06d}"
+    def _find_best(self) -> None:
+        """Of the checkpoints that are there: a kill may have come before the mark, or the metric may be another now."""
+        there = {path.name for path in self._checkpoints()}
+        for row in read_metrics(self.path):
+            if checkpoint_name(row["step"]) in there and self.is_best(row):
+                self.best = self._as_best(row["step"], row)
+        self._mark_best()
+
+    def is_best(self, metrics: Mapping[str, float]) -> bool:
+        """Whether these are better than those of any checkpoint so far. Of equals the first is the best."""
+        if self._best_by is None or self._best_by not in metrics:
+            return False
+        return self.best is None or metrics[self._best_by] > self.best.value
+
+    def _as_best(self, step: int, metrics: Mapping[str, float]) -> Best:
+        assert self._best_by is not None
+        return Best(self._best_by, metrics[self._best_by], step, f"checkpoints/{checkpoint_name(step)}")
+
+    def _mark_best(self) -> None:
+        if self.best is not None:
+            write_durably(self.path / _BEST, json.dumps(asdict(self.best)) + "\n")
+        else:
+            (self.path / _BEST).unlink(missing_ok=True)
+
+    def save_checkpoint(
+        self, state: RunState, write: Callable[[Path], None], metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """`write` fills a folder; it becomes the newest checkpoint once all of it is on disk. `metrics` of its step,
+        which must be on disk already, say whether it is the best."""
+        name = checkpoint_name(state.step)
         hidden = self.path / "checkpoints" / f".{name}"
         final = self.path / "checkpoints" / name
         hidden.mkdir()
@@ -120,7 +164,12 @@ class RunFolder:
             _sync(path)
         hidden.rename(final)
         _sync(final.parent)
+        if metrics is not None and self.is_best(metrics):
+            self.best = self._as_best(state.step, metrics)
+            self._mark_best()  # before the one that was the best is deleted
         for old in self._checkpoints()[: -self._keep]:
+            if self.best is not None and old.name == checkpoint_name(self.best.step):
+                continue
             # Renamed before it is deleted, so that a kill in between leaves no half-deleted checkpoint by that name.
             gone = old.rename(old.with_name(f".{old.name}"))
             shutil.rmtree(gone)
@@ -134,18 +183,31 @@ class RunFolder:
         ]
         (self.path / "answers" / f"step-{step:06d}.txt").write_text("\n".join(blocks))
 
-    def write_validation(self, step: int, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
+    def write_validation(
+        self, step: int, samples: Sequence[Sample], scores: Sequence[Score], right_above: float
+    ) -> None:
         rows = [
             {
                 "question": question(sample),
                 "expected": sample.prompt.answer,
                 "answer": sample.text,
                 "score": score.value,
+                "right": score.value is not None and score.value > right_above,
             }
             for sample, score in list(zip(samples, scores, strict=True))[:SHOWN_VALIDATIONS]
         ]
         lines = "".join(json.dumps(row, default=str) + "\n" for row in rows)
         write_durably(self.path / "validation" / f"step-{step:06d}.jsonl", lines)
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def read_best(run_dir: Path) -> Best | None:
+    """The checkpoint that a run has marked as its best, if it has."""
+    path = run_dir / _BEST
+    return Best(**json.loads(path.read_text())) if path.exists() else None
 
 
 def lock_folder(path: Path) -> IO[str]:

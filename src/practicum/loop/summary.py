@@ -72,6 +72,10 @@ def _compared(before: dict[str, Any], after: dict[str, Any]) -> Comparison:
         expected=str(before["expected"]),
         before=before["answer"],
         after=after["answer"],
-        correct_before=(before["score"] or 0) > 0,
-        correct_after=(after["score"] or 0) > 0,
+        correct_before=_is_right(before),
+        correct_after=_is_right(after),
     )
+
+
+def _is_right(row: dict[str, Any]) -> bool:
+    return bool(row.get("right", (row["score"] or 0) > 0))  # runs of before did not say

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
@@ -29,7 +29,8 @@ from practicum.loop.learners import Learners
 from practicum.loop.metrics import StepReport, Stopwatch, conversation_metrics, rollout_metrics
 from practicum.loop.resampling import Practice, num_renewed
 from practicum.loop.run_folder import RunFolder, RunState
-from practicum.loop.trackers import open_trackers
+from practicum.loop.trackers import check_trackers, open_trackers
+from practicum.loop.validation import check_keep_best, validation_metrics
 from practicum.loop.writers import check_writers, open_actors, open_learners
 from practicum.models import absolute, empty_model, encode_prompts, load_config, load_tokenizer
 from practicum.replay import Recording, recording_header
@@ -67,6 +68,8 @@ class Trainer:
             self._validation_prompts = self._read(config.data.validation, tokenizer)[: config.validation.max_prompts]
 
         self._name_unused_sources()
+        check_trackers(config)
+        check_keep_best(config, [prompt.data_source for prompt, _ in self._validation_prompts])
         if checks_writers:
             check_writers(config)
 
@@ -89,10 +92,10 @@ class Trainer:
                 return
             if resumed:
                 self._notify("; ".join([f"going on after step {first - 1}", *folder.changes]))
-            self._start(stack, folder)
-            trackers = open_trackers(folder, first)
+            trackers = open_trackers(folder, first, self.config)
             for tracker in trackers:
                 stack.callback(tracker.close)
+            self._start(stack, folder)
             if not resumed and self._validation_prompts:
                 before = self._validate(0, Stopwatch())
                 for tracker in trackers:
@@ -102,8 +105,8 @@ class Trainer:
                 report = StepReport(number, self.config.trainer.steps, step(number))
                 for tracker in trackers:
                     tracker.log(number, report.metrics)
-                if self._due(number, self.config.trainer.checkpoint_every):
-                    self._checkpoint(number)
+                if self._due(number, self.config.trainer.checkpoint_every) or folder.is_best(report.metrics):
+                    self._checkpoint(number, report.metrics)
                 yield report
 
     def _step(self, number: int) -> dict[str, float]:
@@ -205,13 +208,11 @@ class Trainer:
                 scores = grading.result().in_places(order).scores
         if self.config.rollout.agent.is_set:
             self._rollout.take_counts()  # a step's are those of its training alone
-        self._folder.write_validation(number, samples, scores)
-        values = [score.value for score in scores if score.value is not None]
-        return {
-            "validation/accuracy": float(np.mean(values)),
-            "validation/failed_share": 1 - len(values) / len(scores),
-            "time/validation_s": watch.seconds["validation"],
-        }
+        right_above = self.config.validation.right_above
+        shown = slice(None, None, params.num_answers)  # the first answer to each prompt
+        self._folder.write_validation(number, samples[shown], scores[shown], right_above)
+        metrics = validation_metrics(samples, scores, params.num_answers, right_above)
+        return metrics | {"time/validation_s": watch.seconds["validation"]}
 
     def _requests(
         self, prompts: Sequence[EncodedPrompt], params: SamplingParams, stream: int, step: int, attempt: int = 0
@@ -225,9 +226,9 @@ class Trainer:
     def _due(self, number: int, every: int) -> bool:
         return number == self.config.trainer.steps or (every > 0 and number % every == 0)
 
-    def _checkpoint(self, number: int) -> None:
+    def _checkpoint(self, number: int, metrics: Mapping[str, float]) -> None:
         state = RunState(number, self._stream.position, self._learners.kl_coefficient)
-        self._folder.save_checkpoint(state, self._learners.save)
+        self._folder.save_checkpoint(state, self._learners.save, metrics)
 
     def _start(self, stack: ExitStack, folder: RunFolder) -> None:
         config, resumed = self.config, folder.checkpoint

@@ -55,7 +55,7 @@ class ScoreCache:
         """None if there is none that can be read."""
         try:
             kept = json.loads(self._path(key).read_bytes())
-            return Score(kept["value"], parts=kept["parts"])
+            return Score(kept["value"], parts=kept["parts"], answer=kept.get("answer"))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError):
@@ -74,7 +74,8 @@ class ScoreCache:
 
     def _write(self, key: str, score: Score) -> None:
         path = self._path(key)
-        data = json.dumps({"value": score.value, "parts": dict(score.parts)}).encode()
+        kept = {"value": score.value, "parts": dict(score.parts), "answer": score.answer}
+        data = json.dumps(kept).encode()
         path.parent.mkdir(exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent)
         try:

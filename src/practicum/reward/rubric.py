@@ -175,4 +175,4 @@ def combined(terms: Sequence[Term], scores: Sequence[Score]) -> Score:
         parts.update({f"{term.name}/{name}": value for name, value in score.parts.items()})
     if not math.isfinite(total):
         return Score.failed("invalid", f"the weighted sum of {parts} is {total}")
-    return Score(total, parts=parts)
+    return Score(total, parts=parts, answer=next((score.answer for score in scores if score.answer), None))

@@ -11,12 +11,15 @@ from practicum.types import Score
 
 def score_of(value: Any) -> Score:
     """A `Score`, a number, or a mapping with a number under `score` and others that become parts, or with a `status`
-    other than ok and a `reason`.
+    other than ok and a `reason`. A text under `answer`, or `pred` as others call it, is what was read as the result.
 
     Raises ValueError for anything else; text is no number, even if it reads like one.
     """
     if isinstance(value, Score):
-        return value if value.value is None else Score(float(value.value), parts=_parts(value.parts))
+        if value.value is None:
+            return value
+        stated = None if value.answer is None else str(value.answer)
+        return Score(float(value.value), parts=_parts(value.parts), answer=stated)
     if isinstance(value, Mapping):
         return _from_mapping(value)
     if not _is_number(value):
@@ -32,7 +35,8 @@ def _from_mapping(fields: Mapping[str, Any]) -> Score:
         raise ValueError(f"{_short(fields)} has no 'score'")
     others = {name: value for name, value in fields.items() if name not in ("score", "parts", "status", "reason")}
     numbers = _parts({name: value for name, value in others.items() if _is_number(value)})
-    return Score(score_of(fields["score"]).value, parts=numbers | _parts(fields.get("parts", {})))
+    stated = next((fields[name] for name in ("answer", "pred") if isinstance(fields.get(name), str)), None)
+    return Score(score_of(fields["score"]).value, parts=numbers | _parts(fields.get("parts", {})), answer=stated)
 
 
 def _parts(given: Any) -> dict[str, float]:

@@ -127,3 +127,8 @@ def test_long_answers_do_not_stall_it(piece: str) -> None:
     started = time.process_time()
     Choice().grade(make_sample(text="answer is" + piece * 30_000 + "x", truth="A"))
     assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize(("text", "answer"), [("Answer: (b)", "B"), ("B", "B"), ("A or B", None)])
+def test_it_tells_which_letter_it_read(text: str, answer: str | None) -> None:
+    assert Choice().grade(make_sample(text=text, truth="A")).answer == answer

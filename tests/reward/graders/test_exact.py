@@ -61,3 +61,8 @@ def test_without_a_truth_there_is_no_score() -> None:
         Exact().check(sample.prompt)
     score = Exact().grade(sample)
     assert (score.status, score.value, score.reason) == ("invalid", None, "the ground truth is missing")
+
+
+def test_it_tells_what_it_compared_where_that_is_not_the_text() -> None:
+    assert Exact(ignore_case=True).grade(make_sample(text=" PARIS ", truth="Rome")).answer == "paris"
+    assert Exact().grade(make_sample(text="PARIS", truth="Rome")).answer is None

@@ -98,3 +98,10 @@ def test_it_can_be_sent_to_another_process(grader: Math) -> None:
 def test_it_does_not_complain_about_the_alarm_it_does_not_use(grader: Math, caplog: pytest.LogCaptureFixture) -> None:
     grader.grade(make_sample(text=r"\boxed{3}", truth="3"))
     assert not caplog.records
+
+
+def test_it_tells_which_expression_it_read(grader: Math) -> None:
+    texts = (r"so \boxed{\frac{1}{2}}", r"first \boxed{3}, no: \boxed{ \frac{1}{2} }", "no idea")
+    answers = [grader.grade(make_sample(text=text, truth="7")).answer for text in texts]
+    assert answers[0] is not None and answers[0] == answers[1]
+    assert answers[2] is None

@@ -237,3 +237,11 @@ def test_long_answers_do_not_stall_it(piece: str) -> None:
     started = time.process_time()
     Numeric().grade(make_sample(text="= " + piece * 30_000, truth=1))
     assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [("1,234.50", "2469/2"), ("7.0", "7"), (r"\boxed{40%}", "40%"), ("0.5", "1/2"), ("none", None)],
+)
+def test_it_tells_which_number_it_read(text: str, answer: str | None) -> None:
+    assert Numeric().grade(make_sample(text=text, truth="3")).answer == answer

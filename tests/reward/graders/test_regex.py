@@ -99,3 +99,9 @@ def test_unusable_patterns_are_refused(options: dict[str, Any], words: str) -> N
 def test_it_can_be_sent_to_another_process() -> None:
     grader = Regex(pattern=ANSWER, compare="exact")
     assert pickle.loads(pickle.dumps(grader)) == grader
+
+
+@pytest.mark.parametrize(("compare", "answer"), [("exact", "$7.50"), ("numeric", "15/2"), (None, None)])
+def test_it_tells_what_it_captured(compare: Any, answer: str | None) -> None:
+    grader = Regex(pattern=ANSWER, compare=compare)
+    assert grader.grade(make_sample(text="<answer> $7.50 </answer>", truth="1")).answer == answer

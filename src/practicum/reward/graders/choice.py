@@ -66,7 +66,7 @@ class Choice(Rule):
         except ValueError as error:
             return Score.failed("invalid", str(error))
         letter = chosen_letter(answer_text(sample), self.letters)
-        return Score(float(letter in truths), {"found": float(letter is not None)})
+        return Score(float(letter in truths), {"found": float(letter is not None)}, answer=letter)
 
     def _truths(self, prompt: Prompt) -> set[str]:
         return {self._truth(truth) for truth in ground_truths(prompt, "choice")}

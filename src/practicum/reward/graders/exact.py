@@ -30,7 +30,9 @@ class Exact(Rule):
             accepted = self._accepted(sample.prompt)
         except ValueError as error:
             return Score.failed("invalid", str(error))
-        return Score(float(self._plain(answer_text(sample)) in accepted))
+        answer = self._plain(answer_text(sample))
+        differs = self.ignore_case or self.ignore_punctuation
+        return Score(float(answer in accepted), answer=answer if differs else None)  # else it is the text itself
 
     def _accepted(self, prompt: Prompt) -> set[str]:
         accepted = set()

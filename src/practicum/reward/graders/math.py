@@ -43,7 +43,9 @@ class Math(IsolatedGrader):
         answer = _parse_answer(answer_text(sample))
         if not answer:
             return Score(0.0, {"found": 0.0})
-        return Score(float(_is_equivalent(truths, answer)), {"found": 1.0})
+        # Of each reading math-verify returns its text too; SymPy's own way to write it may take for ever.
+        stated = next(("".join(reading.split()) for reading in answer if isinstance(reading, str)), None)
+        return Score(float(_is_equivalent(truths, answer)), {"found": 1.0}, answer=stated)
 
 
 def _is_equivalent(truths: list[Any], answer: list[Any]) -> bool:

@@ -51,6 +51,9 @@ class Number(NamedTuple):
     value: Fraction
     is_percent: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.value}{'%' if self.is_percent else ''}"
+
 
 class Numeric(Rule):
     r"""1 if the number in the answer is the ground truth, else 0; 0 also where the answer holds no number.
@@ -81,7 +84,8 @@ class Numeric(Rule):
         number = self._read_answer(answer_text(sample))
         if number is None:
             return Score(0.0, {"found": 0.0})
-        return Score(float(any(self._equal(number, truth) for truth in truths)), {"found": 1.0})
+        is_right = any(self._equal(number, truth) for truth in truths)
+        return Score(float(is_right), {"found": 1.0}, answer=str(number))
 
     def _read_answer(self, text: str) -> Number | None:
         if self.marker is not None:

@@ -73,7 +73,9 @@ class Regex(IsolatedGrader):
         if captured is None:
             return Score(0.0, {"format": 0.0})
         score = _COMPARISONS[self.compare].grade(replace(sample, text=captured))
-        return replace(score, parts={"format": 1.0}) if score.status == "ok" else score
+        if score.status != "ok":
+            return score
+        return replace(score, parts={"format": 1.0}, answer=score.answer or captured.strip())
 
     def _last_match(self, text: str) -> re.Match[str] | None:
         compiled = re.compile(self.pattern, re.DOTALL)

@@ -20,6 +20,12 @@ def test_the_actor_learns_in_some_step() -> None:
         load(GAE, "critic.warmup_steps=100")
 
 
+def test_processes_of_its_own_need_ray() -> None:
+    assert load(GAE, "critic.placement=colocated").critic.placement == "colocated"
+    with pytest.raises(ConfigError, match=r"critic\.placement=colocated needs processes of its own"):
+        load(GAE, "critic.placement=colocated", "controller.backend=local")
+
+
 def test_a_recording_has_nothing_for_a_critic() -> None:
     with pytest.raises(ConfigError, match="holds no values for a critic"):
         load(GAE, "actor.router_replay.mode=R2", "actor.router_replay.replay_file=x.rec")

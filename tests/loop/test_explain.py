@@ -56,6 +56,8 @@ def test_it_tells_of_all_roles_and_what_they_hold(make_config: Callable[..., Con
     told = ["algorithm.advantage=gae", "algorithm.kl.coefficient=0.1", "actor.epochs=2"]
     text = explanation(make_config("controller.backend=ray", *told))
     assert "learners: 1 x (actor + critic + rollout fused in one process)" in text
+    apart = explanation(make_config("controller.backend=ray", *told, "critic.placement=colocated"))
+    assert "(actor + rollout fused in one process)" in apart and "critics:  in the same pool" in apart
     assert "GiB  reference, frozen" in text and "GiB  critic, its gradients, AdamW" in text
     assert "16 samples a step, learnt from 2 times" in text
     assert "this process: actor + critic + rollout" in explanation(make_config(*told))

@@ -136,13 +136,16 @@ def test_a_resumed_run_with_all_roles_is_the_uninterrupted_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", ["hybrid", "colocated"])
+@pytest.mark.parametrize(
+    ("writers", "critic"), [("hybrid", "hybrid"), ("colocated", "hybrid"), ("hybrid", "colocated")]
+)
 def test_all_roles_on_two_ranks_give_the_same_result(
-    make_config: MakeConfig, tmp_path: Path, ray_session: None, placement: str
+    make_config: MakeConfig, tmp_path: Path, ray_session: None, writers: str, critic: str
 ) -> None:
     told = [*GAE, *KL, "actor.mini_batches=2", "data.prompts_per_step=6", "data.validation=null"]
     local = rows(make_config(*told, f"trainer.run_dir={tmp_path / 'local'}"))
-    there = ["controller.backend=ray", "trainer.num_workers=2", f"rollout.placement={placement}"]
+    there = ["controller.backend=ray", "trainer.num_workers=2", f"rollout.placement={writers}"]
+    there += [f"critic.placement={critic}"]
     two = rows(make_config(*told, *there, f"trainer.run_dir={tmp_path / 'two'}"))
     for row, other in zip(timeless(two), timeless(local), strict=True):
         assert row == pytest.approx(other, rel=1e-3, abs=1e-5)

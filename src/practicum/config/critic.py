@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from practicum.config.base import Section
@@ -10,6 +12,8 @@ from practicum.config.base import Section
 class CriticConfig(Section):
     path: str | None = Field(default=None, min_length=1)
     """The model whose body the critic starts from, a folder or a hub name. None: model.path."""
+    placement: Literal["hybrid", "colocated"] = "hybrid"
+    """hybrid: in the actor's processes. colocated: in processes of its own on the same places."""
     lr: float = Field(default=1e-5, gt=0)
     """AdamW's learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)

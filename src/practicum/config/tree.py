@@ -238,6 +238,11 @@ class Config(Section):
                 "actor.router_replay.replay_file: a recording holds no values for a critic to learn from, which "
                 f"algorithm.advantage={self.algorithm.advantage} needs"
             )
+        elif self.critic.placement == "colocated" and self.controller.backend == "local":
+            raise ValueError(
+                "critic.placement=colocated needs processes of its own, and controller.backend=local has one for all: "
+                "set one of them otherwise"
+            )
         elif self.critic.warmup_steps >= self.trainer.steps:
             raise ValueError(
                 f"critic.warmup_steps={self.critic.warmup_steps} leaves the actor nothing of "

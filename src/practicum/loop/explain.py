@@ -46,6 +46,7 @@ def _placement(config: Config) -> str:
             f"Ray: {where}; one pool of {workers} process place{'s' if workers > 1 else ''}, each with 1 CPU"
             + (" and 1 GPU" if device == "cuda" else ""),
             f"learners: {workers} x {_learner(config)}, {device}, {threads} thread(s) each",
+            *_critics(config),
             *_writers(config, device),
             f"graders:  {workers} x reward worker, in the same pool, CPU",
             *_models(config),
@@ -54,12 +55,14 @@ def _placement(config: Config) -> str:
 
 
 def _learner(config: Config) -> str:
-    roles = [
-        "actor",
-        *["critic"] * config.algorithm.needs_critic,
-        *["rollout"] * (config.rollout.placement == "hybrid"),
-    ]
+    has_critic = config.algorithm.needs_critic and config.critic.placement == "hybrid"
+    there = {"critic": has_critic, "rollout": config.rollout.placement == "hybrid"}
+    roles = ["actor", *(role for role, is_there in there.items() if is_there)]
     return f"({' + '.join(roles)} fused in one process)" if len(roles) > 1 else roles[0]
+
+
+def _critics(config: Config) -> list[str]:
+    return ["critics:  in the same pool, in processes of their own"] if config.critic.placement == "colocated" else []
 
 
 def _writers(config: Config, device: str) -> list[str]:

@@ -41,7 +41,9 @@ from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams, Trai
 EncodedPrompt = tuple[Prompt, NDArray[np.int32]]
 _log = logging.getLogger("practicum")
 _SHOWN_ANSWERS = 8
-_NUM_GROUPS = 3  # that may share the pool: learners, graders, replicas of a reward model; colocated writers come on top
+_NUM_GROUPS = (
+    3  # that may share the pool: learners, graders, replicas of a reward model; other colocated ones come on top
+)
 _PROGRESS_EVERY_S = 10.0
 _TRAINING, _VALIDATION, _BASELINES = range(3)  # streams of random numbers
 
@@ -241,7 +243,9 @@ class Trainer:
                 config.controller.backend,
                 num_workers=config.trainer.num_workers,
                 use_gpu={"cpu": False, "cuda": True, "auto": None}[config.trainer.device],
-                max_colocate_count=_NUM_GROUPS + (config.rollout.placement == "colocated"),
+                max_colocate_count=_NUM_GROUPS
+                + (config.rollout.placement == "colocated")
+                + (config.critic.placement == "colocated"),
                 address=config.controller.address,
                 start_timeout_s=config.controller.start_timeout_s,
                 call_timeout_s=config.controller.call_timeout_s,

@@ -40,7 +40,11 @@ def open_learners(
     roles: dict[str, RayClassWithInitArgs[Any]] = {
         "actor": RayClassWithInitArgs(ActorWorker, actor_settings(config, model_path, device))
     }
-    if config.algorithm.needs_critic:
+    critics: WorkerGroup[CriticWorker] | None = None
+    if config.algorithm.needs_critic and config.critic.placement == "colocated":
+        packed = RayClassWithInitArgs(CriticWorker, critic_settings(config, device))
+        critics = controller.group(packed, name="critics")
+    elif config.algorithm.needs_critic:
         roles["critic"] = RayClassWithInitArgs(CriticWorker, critic_settings(config, device))
     engine = EngineSettings.of(
         config.rollout,
@@ -68,7 +72,7 @@ def open_learners(
         )
     fused = controller.group(RayClassWithInitArgs(FusedWorker, **roles), name="learners")
     actors = fused.role("actor", ActorWorker)
-    critics = fused.role("critic", CriticWorker) if "critic" in roles else None
+    critics = fused.role("critic", CriticWorker) if "critic" in roles else critics
     with ExitStack() as stack:
         if "rollout" in roles:
             manager = stack.enter_context(hybrid_manager(fused.role("rollout", RolloutWorker), settings))

@@ -352,6 +352,7 @@ class TrainingSample:
     score: Score | None = None
     step: int = 0
     place: int = 0  # among the samples of its step
+    step_size: int = 0  # how many of its step are learnt from
     reference_log_probs: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None  # what the critic expected before each token
     returns: NDArray[np.float32] | None = None  # what it should have

@@ -303,7 +303,8 @@ def test_experts_are_replayed_and_the_metrics_tell(make_config: MakeConfig, mode
         assert 0 < row["replay/bytes_per_token"] <= 16
         assert (row["replay/unknown_share"] == 0) == (mode == "R2")  # an answer's last token was never routed
         assert row["rollout/kl"] < 1e-5
-    assert "replay/kl_with" in rows[0] and "replay/kl_with" not in rows[1]
+    assert any(row["replay/disagreement"] > 0 for row in rows)  # the second update of a step finds other weights
+    assert ("replay/kl_with" in rows[0]) == (mode == "R3") and "replay/kl_with" not in rows[1]
     assert (Path(config.trainer.run_dir) / "routes.rec").exists() == (mode == "R2")
 
 
@@ -329,9 +330,40 @@ def test_a_recording_that_is_too_short_is_refused_before_anything_starts(make_co
     config = make_config("actor.router_replay.mode=R2")
     list(Trainer(config).steps())
     file = Path(config.trainer.run_dir) / "routes.rec"
+    for shape in ("data.prompts_per_step=2", "rollout.answers_per_prompt=2"):
+        key, _, _ = shape.partition("=")
+        other = ["actor.router_replay.mode=R2", f"actor.router_replay.replay_file={file}", shape]
+        with pytest.raises(ConfigError, match=rf"{key}=2, but the recording .* was made with 4"):
+            Trainer(make_config(*other))
     longer = make_config("actor.router_replay.mode=R2", f"actor.router_replay.replay_file={file}", "trainer.steps=5")
     with pytest.raises(ConfigError, match=r"trainer\.steps=5, but step 3 is not in the recording"):
         Trainer(longer)
+
+
+def test_a_recording_of_another_run_is_neither_gone_on_with_nor_lost(make_config: MakeConfig, tmp_path: Path) -> None:
+    overrides = ["actor.router_replay.mode=R2", f"actor.router_replay.record_file={tmp_path / 'mine.rec'}"]
+    list(Trainer(make_config(*overrides)).steps())
+    before = (tmp_path / "mine.rec").read_bytes()
+    with pytest.raises(ConfigError, match=r"record_file=.*mine\.rec already holds a recording, of 2 steps"):
+        Trainer(make_config(*overrides, f"trainer.run_dir={tmp_path / 'other'}"))
+    assert (tmp_path / "mine.rec").read_bytes() == before
+
+
+def test_an_experiment_on_the_same_answers_starts_where_the_run_did(make_config: MakeConfig, tmp_path: Path) -> None:
+    overrides = ["actor.router_replay.mode=R2", "actor.mini_batches=2", "trainer.steps=2"]
+    config = make_config(*overrides)
+    list(Trainer(config).steps())
+    file = Path(config.trainer.run_dir) / "routes.rec"
+    notices: list[str] = []
+    again = make_config(
+        *overrides, f"actor.router_replay.replay_file={file}", "actor.lr=1e-2", f"trainer.run_dir={tmp_path / 'again'}"
+    )
+    list(Trainer(again, notify=notices.append).steps())
+    assert any("nothing is validated" in notice for notice in notices)
+    first, other = read_metrics(Path(config.trainer.run_dir))[1:], read_metrics(tmp_path / "again")
+    assert other[0]["rollout/kl"] == first[0]["rollout/kl"]
+    assert other[1]["actor/loss"] != first[1]["actor/loss"]
+    assert "replay/bytes_per_token" not in other[0]
 
 
 def test_a_resumed_run_with_r2_is_the_uninterrupted_one(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -135,10 +135,9 @@ def test_a_recording_takes_the_place_of_what_would_be_recorded(folder: Path, tmp
     size = file.stat().st_size
     model, session = opened(folder, ReplaySettings("R2", replay_file=str(file)))
     perturb(model)
-    live = chosen(model, session.old_pass, SAMPLES)  # as it was when they were recorded: the routers are free
-    assert any((one != other).any() for one, other in zip(before, live, strict=True))
-    for own, other in zip(chosen(model, session.update_pass, SAMPLES), before, strict=True):
-        assert np.array_equal(own, other)
+    for context in (session.old_pass, session.update_pass):  # or old and new log-probs would be of other experts
+        for own, other in zip(chosen(model, context, SAMPLES), before, strict=True):
+            assert np.array_equal(own, other)
     session.close()
     assert file.stat().st_size == size
 
@@ -153,6 +152,36 @@ def test_a_recording_of_another_model_names_both(folder: Path, tmp_path: Path) -
     for settings in (ReplaySettings("R2", replay_file=str(file)), ReplaySettings("R2", record_file=str(file))):
         with pytest.raises(ReplayError, match=f"routes.rec.*{names[0]}, not {names[1]}"):
             opened(other, settings)
+
+
+def test_what_is_redone_takes_the_place_of_what_was_recorded(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "routes.rec"
+    model, session = opened(folder, ReplaySettings("R2", record_file=str(file), made={"data.prompts_per_step": "5"}))
+    for step in (1, 2, 3):
+        batch = [replace(item, step=step, step_size=5) for item in SAMPLES]
+        chosen(model, session.old_pass, batch)
+    session.begin_at(2)  # the run was stopped after step 1, and went on
+    chosen(model, session.old_pass, [replace(item, step=2, step_size=2) for item in SAMPLES[:2]])
+    session.close()
+    with Recording(file) as recording:
+        assert recording.steps == [1, 2] and recording.header.made == {"data.prompts_per_step": "5"}
+        assert [item.place for item in recording.trainings(2)] == [0, 1]
+        assert len(recording.trainings(1)) == 5
+
+
+def test_a_step_of_which_some_is_missing_is_not_whole(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "routes.rec"
+    model, session = opened(folder, ReplaySettings("R2", record_file=str(file)))
+    for half in (SAMPLES[:3], SAMPLES[3:]):
+        chosen(model, session.old_pass, [replace(item, step_size=5) for item in half])
+    session.close()
+    with Recording(file) as recording:
+        recording.check_whole(4)
+        second = recording.files[0].chunks[-1].head.offset
+    with file.open("r+b") as cut:
+        cut.truncate(second)
+    with Recording(file) as recording, pytest.raises(ReplayError, match=r"has 3 of the 5 samples of step 4"):
+        recording.trainings(4)
 
 
 def test_fingerprints_are_the_same_for_the_same_model_wherever_it_lies(folder: Path, tmp_path: Path) -> None:

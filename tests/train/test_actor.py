@@ -170,7 +170,7 @@ def test_replay_does_not_depend_on_how_the_work_is_divided(mode: str, tiny_model
     num_tokens = sum(item.sample.num_tokens for item in SAMPLES)
     assert stats.num_rows == stats.num_recorded == num_tokens
     assert stats.num_known == num_tokens - (len(SAMPLES) if mode == "R3" else 0)
-    assert stats.num_compared > 0
+    assert (stats.num_compared > 0) == (mode == "R3")
     if mode == "R3":  # random experts: nearly every row is sent elsewhere
         assert all(share > 0.8 * stats.num_known for share in stats.differing)
         assert stats.kl_with != stats.kl_without

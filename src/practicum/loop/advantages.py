@@ -58,7 +58,7 @@ def with_advantages(
     result: Batch = [None] * len(batch)
     targets = [None] * len(kept) if returns is None else _spread(returns, kept)
     for item, own, target in zip(kept, _spread(advantages, kept), targets, strict=True):
-        result[item.place] = replace(item, advantages=own, returns=target)
+        result[item.place] = replace(item, advantages=own, returns=target, step_size=len(kept))
     return result
 
 

@@ -67,6 +67,10 @@ class Learners:
                 self._kl.update(stats.reference_kl / max(1, stats.num_tokens))
         return metrics
 
+    def begin_at(self, number: int) -> None:
+        """Which step comes first."""
+        self._actors.execute_all(ActorWorker.begin_at, number)
+
     def save(self, folder: Path) -> None:
         self._actors.execute_all(ActorWorker.save, str(folder.resolve()))
         if self._critics is not None:

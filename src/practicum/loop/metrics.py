@@ -108,8 +108,9 @@ def replay_metrics(stats: ReplayStats) -> dict[str, float]:
     found |= {
         "replay/disagreement": sum(stats.differing) / (num_known * max(1, len(stats.layers))),
         "replay/unknown_share": 1 - stats.num_known / max(1, stats.num_rows),
-        "replay/bytes_per_token": stats.num_bytes / max(1, stats.num_recorded),
     }
+    if stats.num_recorded:
+        found["replay/bytes_per_token"] = stats.num_bytes / stats.num_recorded
     if stats.num_compared:
         found["replay/kl_with"] = stats.kl_with / stats.num_compared
         found["replay/kl_without"] = stats.kl_without / stats.num_compared

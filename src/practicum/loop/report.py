@@ -40,6 +40,7 @@ CHARTS = (
         (("with", "replay/kl_with"), ("without", "replay/kl_without")),
         log_scale=True,
     ),
+    Chart("Router replay: tokens without a record", (("share", "replay/unknown_share"),)),
     Chart("Entropy of the policy", (("nats per token", "actor/entropy"),)),
     Chart("Gradient norm before clipping", (("norm", "actor/grad_norm"),)),
     Chart("Answer length", (("tokens", "rollout/answer_tokens"),)),
@@ -65,7 +66,7 @@ def write_report(run_dir: Path, summary: Summary, title: str) -> Path:
     rows = read_metrics(run_dir)
     wanted = [CHARTS[0], *_validation_charts(rows), *CHARTS[1:]]
     charts = "".join(_figure(chart, rows) for chart in wanted) + _phases_figure(rows)
-    answers = _answers(comparisons(run_dir, last_step=rows[-1]["step"])[:8])
+    answers = _routing(rows) + _answers(comparisons(run_dir, last_step=rows[-1]["step"])[:8])
     config = html.escape((run_dir / "config.yaml").read_text())
     page = _PAGE.format(
         title=html.escape(title),
@@ -92,6 +93,27 @@ def _facts(summary: Summary, best: Best | None) -> str:
     if best is not None:
         facts.append((f"best checkpoint, by {best.metric}", f"step {best.step}: {best.value:.3f}"))
     return "".join(f"<div><b>{value}</b><span>{html.escape(name)}</span></div>" for name, value in facts)
+
+
+def _routing(rows: Sequence[dict[str, Any]]) -> str:
+    """By layer, what the live router would have chosen otherwise; and what the records take."""
+    prefix = "replay/disagreement/layer_"
+    found: dict[int, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith(prefix):
+                found.setdefault(int(name.removeprefix(prefix)), []).append(value)
+    if not found:
+        return ""
+    sizes = [row["replay/bytes_per_token"] for row in rows if "replay/bytes_per_token" in row]
+    takes = f" The records take {sizes[-1]:.1f} bytes a token." if sizes else ""
+    lines = "".join(
+        f"<tr><td>{layer}</td><td>{sum(own) / len(own):.3%}</td><td>{max(own):.3%}</td><td>{own[-1]:.3%}</td></tr>"
+        for layer, own in sorted(found.items())
+    )
+    head = "<tr><th>layer</th><th>mean of the run</th><th>largest</th><th>last step</th></tr>"
+    what = f"<p>Tokens that the live router would have sent elsewhere.{takes}</p>"
+    return f"<h2>Router replay</h2>{what}<table>{head}{lines}</table>"
 
 
 def _answers(found: Sequence[Comparison]) -> str:

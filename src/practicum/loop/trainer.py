@@ -27,13 +27,14 @@ from practicum.errors import ConfigError, DataError
 from practicum.loop.advantages import graded_batch, share_with_signal, with_advantages
 from practicum.loop.learners import Learners
 from practicum.loop.metrics import StepReport, Stopwatch, conversation_metrics, rollout_metrics
+from practicum.loop.recordings import check_going_on, check_recordings
 from practicum.loop.resampling import Practice, num_renewed
 from practicum.loop.run_folder import RunFolder, RunState
 from practicum.loop.trackers import check_trackers, open_trackers
 from practicum.loop.validation import check_keep_best, validation_metrics
 from practicum.loop.writers import check_writers, open_actors, open_learners
-from practicum.models import absolute, empty_model, encode_prompts, load_config, load_tokenizer
-from practicum.replay import Recording, recording_header
+from practicum.models import absolute, encode_prompts, load_config, load_tokenizer
+from practicum.replay import Recording
 from practicum.reward import GradingRound, Progress, check_reward, open_reward_centre
 from practicum.rollout.agent.tools import describe_tools
 from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams, TrainingSample
@@ -63,10 +64,13 @@ class Trainer:
         _check_models(config, load_config(config.model.path))
         tokenizer = load_tokenizer(config.model.path)
         self._tools = [tool.schema for tool in describe_tools(config.rollout.agent.tools)]
-        self._recording = _open_recording(config)
+        check_recordings(config, tokenizer)
+        self._repeats = config.actor.router_replay.replay_file
         self._train_prompts = self._read(config.data.train, tokenizer)
         self._validation_prompts: list[EncodedPrompt] = []
-        if config.data.validation is not None and self._recording is None:  # nobody would write answers
+        if config.data.validation is not None and self._repeats is not None:
+            notify("a recording is learnt from and nobody writes answers: nothing is validated")
+        elif config.data.validation is not None:
             self._validation_prompts = self._read(config.data.validation, tokenizer)[: config.validation.max_prompts]
 
         self._name_unused_sources()
@@ -93,6 +97,7 @@ class Trainer:
                 self._notify(f"nothing is left to do: {first - 1} steps are done")
                 return
             if resumed:
+                check_going_on(self.config)
                 self._notify("; ".join([f"going on after step {first - 1}", *folder.changes]))
             trackers = open_trackers(folder, first, self.config)
             for tracker in trackers:
@@ -102,7 +107,8 @@ class Trainer:
                 before = self._validate(0, Stopwatch())
                 for tracker in trackers:
                     tracker.log(0, before)
-            step = self._step if self._recording is None else self._repeated_step
+            self._learners.begin_at(first)
+            step = self._step if self._repeats is None else self._repeated_step
             for number in range(first, self.config.trainer.steps + 1):
                 report = StepReport(number, self.config.trainer.steps, step(number))
                 for tracker in trackers:
@@ -151,10 +157,9 @@ class Trainer:
 
     def _repeated_step(self, number: int) -> dict[str, float]:
         """From a recording: what was written and graded then is learnt from again, by the same experts."""
-        assert self._recording is not None
         watch = Stopwatch()
         with watch.phase("reading"):
-            recorded = [one.training for one in self._recording.samples(number)]
+            recorded = self._recording.trainings(number)
         batch: list[TrainingSample | None] = [None] * self.config.samples_per_step
         for item in recorded:
             batch[item.place] = item
@@ -163,6 +168,7 @@ class Trainer:
             learnt = self._learners.learn(number, self._learners.look(batch, groups), groups)
         samples = [item.sample for item in recorded]
         metrics = rollout_metrics(samples, [item.score for item in recorded if item.score]) | learnt
+        metrics |= {"reward/groups_with_signal": share_with_signal(batch, groups)}
         return metrics | watch.metrics(sum(int(sample.loss_mask.sum()) for sample in samples))
 
     def _practise(self, num_prompts: int, number: int, attempt: int, watch: Stopwatch) -> Practice[EncodedPrompt]:
@@ -252,7 +258,8 @@ class Trainer:
             )
         )
         model_path = absolute(resumed.model_path if resumed else config.model.path)
-        if self._recording is not None:
+        if self._repeats is not None:
+            self._recording = stack.enter_context(Recording(self._repeats))
             self._learners = Learners(config, open_actors(config, controller, model_path))
         else:
             opened = open_learners(config, controller, model_path)
@@ -262,7 +269,7 @@ class Trainer:
             self._notify("this model cannot keep samples in one row apart: each gets a row of its own, with padding")
         if resumed:
             self._learners.load(resumed.folder, resumed.state.kl_coefficient)
-        if self._recording is not None:
+        if self._repeats is not None:
             return
         self._reward = stack.enter_context(
             open_reward_centre(config.reward, controller, on_progress=self._say_progress)
@@ -291,25 +298,6 @@ class Trainer:
             raise DataError(f"{what}, the first is {first.id}: raise data.max_prompt_tokens or set data.overlong=drop.")
         self._notify(f"{what}; they are left out")
         return short
-
-
-def _open_recording(config: Config) -> Recording | None:
-    """The one that is to be repeated; what it or the model cannot do is said before anything is started."""
-    replay = config.actor.router_replay
-    if replay.mode == "disabled":
-        return None
-    header = recording_header(empty_model(load_config(config.model.path)), load_tokenizer(config.model.path))
-    if replay.replay_file is None:
-        return None
-    recording = Recording(replay.replay_file)
-    recording.check(header)
-    missing = [step for step in range(1, config.trainer.steps + 1) if step not in recording.steps]
-    if missing:
-        raise ConfigError(
-            f"trainer.steps={config.trainer.steps}, but step {missing[0]} is not in the recording "
-            f"{replay.replay_file}, which has {len(recording.steps)}: lower trainer.steps."
-        )
-    return recording
 
 
 def _check_models(config: Config, model_config: Any) -> None:

@@ -218,12 +218,20 @@ def _reference_path(config: Config) -> str | None:
     return None if kl.coefficient == 0 else absolute(kl.reference or config.model.path)
 
 
+def recorded_shape(config: Config) -> dict[str, str]:
+    """What must be the same for a recording to be repeated."""
+    return {
+        "data.prompts_per_step": str(config.data.prompts_per_step),
+        "rollout.answers_per_prompt": str(config.rollout.answers_per_prompt),
+    }
+
+
 def _replay_settings(config: Config) -> ReplaySettings | None:
     replay = config.actor.router_replay
     if replay.mode == "disabled":
         return None
     record, repeat = (p and str(Path(p).resolve()) for p in (config.record_file, replay.replay_file))
-    return ReplaySettings(replay.mode, record, repeat, replay.compare_every)
+    return ReplaySettings(replay.mode, record, repeat, replay.compare_every, recorded_shape(config))
 
 
 def _served(stack: ExitStack, config: Config, controller: Controller, engine: EngineSettings) -> EngineSettings:

@@ -1,5 +1,6 @@
 """Router replay: which experts tokens were sent to, recorded and chosen again."""
 
+from practicum.replay.format import RecordingHeader
 from practicum.replay.hooks import (
     ReplayPass,
     RouteRecorder,
@@ -16,6 +17,7 @@ from practicum.replay.store import Recording, RouteWriter
 __all__ = [
     "Placed",
     "Recording",
+    "RecordingHeader",
     "ReplayPass",
     "ReplaySession",
     "ReplaySettings",

@@ -139,6 +139,7 @@ class SampleEntry:
     place: int
     num_prompt: int  # tokens
     num_answer: int
+    step_size: int = 0  # samples of its step, over all ranks; 0 where that is not known
 
     @property
     def num_tokens(self) -> int:
@@ -164,6 +165,7 @@ class Chunk:
     head: ChunkHead
     samples: tuple[SampleEntry, ...]
     sections: Mapping[str, Section]
+    anew_from: int | None = None  # what the file holds before it of this step and later ones does not count any more
 
     @property
     def payload_offset(self) -> int:
@@ -204,10 +206,14 @@ def chunk_bytes(
     number: int,
     samples: Sequence[SampleEntry],
     sections: Sequence[tuple[str, int, int, bytes]],  # name, coding, raw size, coded bytes
+    anew_from: int | None = None,
 ) -> bytes:
     table = [[name, coding, len(data), raw_size, zlib.crc32(data)] for name, coding, raw_size, data in sections]
-    entries = [[one.id, int(one.step), int(one.place), one.num_prompt, one.num_answer] for one in samples]
-    index = json.dumps({"samples": entries, "sections": table}, separators=(",", ":")).encode()
+    entries = [
+        [one.id, int(one.step), int(one.place), one.num_prompt, one.num_answer, int(one.step_size)] for one in samples
+    ]
+    tree = {"samples": entries, "sections": table} | ({} if anew_from is None else {"anew_from": anew_from})
+    index = json.dumps(tree, separators=(",", ":")).encode()
     payload = b"".join(data for *_, data in sections)
     head = _CHUNK_HEAD.pack(CHUNK_MAGIC, offset, written_ns, len(payload), number, len(index), zlib.crc32(index))
     return b"".join([head, _CHECKSUM.pack(zlib.crc32(head)), index, payload])
@@ -243,4 +249,4 @@ def read_chunk(head: ChunkHead, index: bytes) -> Chunk:
     lengths += [n for section in sections.values() for n in (section.size, section.raw_size)]
     if not all(type(n) is int and n >= 0 for n in lengths) or start != head.payload_bytes:
         raise Spoilt("its index makes no sense (impossible lengths)")
-    return Chunk(head, samples, sections)
+    return Chunk(head, samples, sections, tree.get("anew_from"))

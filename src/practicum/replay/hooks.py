@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from practicum.errors import ReplayError
+from practicum.replay.codec import combinations_of
 from practicum.types import route_dtype
 
 _COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -75,6 +76,10 @@ def router_shape(model: Any) -> RouterShape:
     if len(shapes) > 1:
         raise ReplayError(f"{family}: its layers have different numbers of experts, {sorted(shapes)}. {_TURN_OFF}")
     num_experts, k = shapes.pop()
+    try:
+        combinations_of(num_experts, k)
+    except ValueError as error:
+        raise ReplayError(f"{family}: {error}. {_TURN_OFF}") from error
     return RouterShape(np.array(list(routers), np.int32), num_experts, k)
 
 
@@ -97,7 +102,8 @@ class RouteRecorder:
         assert not missing, f"layers {missing} routed nothing"
         taken = torch.stack([self._chosen[layer] for layer in self.shape.layers.tolist()], dim=1)
         self._chosen.clear()
-        experts: NDArray[np.unsignedinteger[Any]] = taken.cpu().numpy().astype(self.shape.dtype)
+        small = taken.to(torch.uint8 if self.shape.dtype is np.uint8 else torch.int32)  # before it leaves the device
+        experts: NDArray[np.unsignedinteger[Any]] = small.cpu().numpy().astype(self.shape.dtype)
         experts.sort(axis=-1)
         return experts
 
@@ -169,7 +175,7 @@ class RouteReplayer:
             return forward(*args, **kwargs)
         if layer in current.differing:
             raise ReplayError(f"{current.label}: the router of layer {layer} was asked twice, but has one record.")
-        choice = _Choice(current.experts[place], current.known, self.shape)
+        choice = _Choice(current, place, layer, self.shape)
         with choice:
             output = forward(*args, **kwargs)
         if choice.num_seen != 1 or not isinstance(output, tuple) or len(output) != 3:
@@ -185,10 +191,12 @@ class RouteReplayer:
 class _Choice(TorchFunctionMode):
     """Answers a router's one top-k with the experts of a record, and counts where the live one differs."""
 
-    def __init__(self, experts: Tensor, known: Tensor, shape: RouterShape) -> None:
+    def __init__(self, current: ReplayPass, place: int, layer: int, shape: RouterShape) -> None:
         super().__init__()
-        self._experts = experts
-        self._known = known
+        self._experts = current.experts[place]
+        self._known = current.known
+        self._label = current.label
+        self._layer = layer
         self._shape = shape
         self.num_seen = 0
         self.differing: Tensor | None = None
@@ -205,13 +213,15 @@ class _Choice(TorchFunctionMode):
         if scores.dim() != 2 or scores.shape[1] != self._shape.num_experts or k != self._shape.k:
             return result  # such as a choice among groups of experts
         if len(scores) != len(self._known):
-            raise ReplayError(f"{len(scores)} tokens were routed where {len(self._known)} were recorded.")
+            where, there = f"{self._label}: the router of layer {self._layer}", f"{len(self._known)} were recorded"
+            raise ReplayError(f"{where} was given {len(scores)} tokens where {there}.")
         self.num_seen += 1
         live = result[1]
         recorded = self._experts.to(live.dtype)
-        elsewhere = (live.sort(-1).values != recorded).any(-1)
-        self.differing = (elsewhere & self._known).sum()
-        chosen = torch.where(self._known[:, None], recorded, live)
+        elsewhere = (live.sort(-1).values != recorded).any(-1) & self._known
+        self.differing = elsewhere.sum()
+        # Where both name the same experts, the live order stays: sums come out the same to the last bit.
+        chosen = torch.where(elsewhere[:, None], recorded, live)
         return scores.gather(1, chosen), chosen
 
 

@@ -54,7 +54,8 @@ class RecordedSample:
     @property
     def entry(self) -> SampleEntry:
         sample = self.training.sample
-        return SampleEntry(self.id, self.step, self.place, len(sample.prompt_ids), len(sample.token_ids))
+        lengths = len(sample.prompt_ids), len(sample.token_ids)
+        return SampleEntry(self.id, self.step, self.place, *lengths, self.training.step_size)
 
 
 def check_routes(record: RecordedSample, header: RecordingHeader) -> None:
@@ -106,8 +107,13 @@ class OpenChunk:
 
     def sample(self, i: int) -> RecordedSample:
         """The i-th of the chunk. `Spoilt` if what was written cannot be that of a sample."""
+        entry, training = self._chunk.samples[i], self.training(i)
+        assert training.score is not None
+        return RecordedSample(entry.id, entry.step, entry.place, training, training.score, self.routes(i))
+
+    def training(self, i: int) -> TrainingSample:
+        """The same without its routes, which take the longest."""
         entry = self._chunk.samples[i]
-        routes = self.routes(i)
         arrays: dict[str, Any] = {name: self._own(name, i) for name in _ARRAYS}
         advantages = arrays.pop("advantages")
         words = self._all_words()
@@ -116,14 +122,7 @@ class OpenChunk:
             prompt = _prompt_from(words["prompts"][own["prompt"]])
             score = Score(**own["score"])
             sample = Sample(prompt=prompt, text=own["text"], finish_reason=own["finish_reason"], **arrays)
-            return RecordedSample(
-                entry.id,
-                entry.step,
-                entry.place,
-                TrainingSample(sample, advantages, score, entry.step, entry.place),
-                score,
-                routes,
-            )
+            return TrainingSample(sample, advantages, score, entry.step, entry.place, entry.step_size)
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise Spoilt(f"sample {entry.id} makes no sense ({error})") from error
 

@@ -3,16 +3,16 @@
     R2   old log-probs ─ routers choose, recorded ─▶ file ─▶ every update of the step: they choose it again
     R3   rollout ─ recorded in the samples ─▶ old log-probs and every update: they choose it again
 
-A recording of an earlier run may take the place of what R2 records. Nothing is kept from one step to the next.
+A recording of an earlier run may take the place of what R2 records.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -42,6 +42,8 @@ class ReplaySettings:
     record_file: str | None = None
     replay_file: str | None = None
     compare_every: int = 0
+    made: Mapping[str, str] = field(default_factory=dict)
+    """For people, and for whoever repeats the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +73,17 @@ class ReplayStats:
     @classmethod
     def combined(cls, ranks: Sequence[ReplayStats]) -> ReplayStats:
         """Over all ranks."""
-        whole = cls(ranks[0].layers, np.sum([stats.differing for stats in ranks], axis=0).tolist())
-        for name in ("num_known", "num_rows", "num_bytes", "num_recorded", "kl_with", "kl_without", "num_compared"):
-            setattr(whole, name, sum(getattr(stats, name) for stats in ranks))
-        return whole
+        return cls(
+            layers=ranks[0].layers,
+            differing=np.sum([stats.differing for stats in ranks], axis=0).tolist(),
+            num_known=sum(stats.num_known for stats in ranks),
+            num_rows=sum(stats.num_rows for stats in ranks),
+            num_bytes=sum(stats.num_bytes for stats in ranks),
+            num_recorded=sum(stats.num_recorded for stats in ranks),
+            kl_with=sum(stats.kl_with for stats in ranks),
+            kl_without=sum(stats.kl_without for stats in ranks),
+            num_compared=sum(stats.num_compared for stats in ranks),
+        )
 
 
 def model_fingerprint(config: Any) -> str:
@@ -91,7 +100,9 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-def recording_header(model: Any, tokenizer: Any, rank: int = 0, num_ranks: int = 1) -> RecordingHeader:
+def recording_header(
+    model: Any, tokenizer: Any, rank: int = 0, num_ranks: int = 1, made: Mapping[str, str] | None = None
+) -> RecordingHeader:
     """What recordings of this model begin with."""
     shape = router_shape(model)
     return RecordingHeader(
@@ -102,6 +113,7 @@ def recording_header(model: Any, tokenizer: Any, rank: int = 0, num_ranks: int =
         tokenizer=tokenizer_fingerprint(tokenizer),
         rank=rank,
         num_ranks=num_ranks,
+        made=made or {},
     )
 
 
@@ -124,15 +136,26 @@ class ReplaySession:
         self._device = device
         self._replayer = RouteReplayer(model)
         self._begin()
-        header = recording_header(model, tokenizer, rank, num_ranks)
         self._writer: RouteWriter | None = None
         self._reader: Recording | None = None
-        if settings.record_file is not None:
-            self._writer = RouteWriter(settings.record_file, header)
-            self._reader = Recording(settings.record_file, rank)
-        elif settings.replay_file is not None:
-            self._reader = Recording(settings.replay_file)
-            self._reader.check(header)
+        try:
+            self._open(recording_header(model, tokenizer, rank, num_ranks, settings.made), rank)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, header: RecordingHeader, rank: int) -> None:
+        key, file = "record_file", self.settings.record_file
+        try:
+            if file is not None:
+                self._writer = RouteWriter(file, header)
+                self._reader = Recording(file, rank)
+            elif self.settings.replay_file is not None:
+                key = "replay_file"
+                self._reader = Recording(self.settings.replay_file)
+                self._reader.check(header)
+        except ReplayError as error:
+            raise ReplayError(f"actor.router_replay.{key}: {error}") from error
 
     @property
     def shape(self) -> RouterShape:
@@ -154,21 +177,31 @@ class ReplaySession:
         if self._reader is not None:
             self._reader.close()
 
+    def begin_at(self, step: int) -> None:
+        """The first step of this run, or of what is left of it: what was recorded of later ones is redone."""
+        if self._writer is not None:
+            self._writer.begin_again(step)
+
     def old_pass(self, placed: Placed) -> AbstractContextManager[Any]:
         """For the forward pass that computes old log-probs."""
-        if self.settings.mode == "R3":
-            return self._replaying(placed)
-        return nullcontext() if self.settings.replay_file else self._recording(placed)
+        if self.settings.mode == "R2" and self.settings.replay_file is None:
+            return self._recording(placed)
+        return self._replaying(placed)
 
     @contextmanager
     def update_pass(self, placed: Placed) -> Iterator[None]:
         """For a forward pass that is learnt from; its backward pass may come after the block."""
-        with self._replaying(placed) as seen:
+        routes = self._routes(placed)
+        with self._replaying(placed, routes) as seen:
             yield
-        num_known = int(seen.known.sum())
         self._passes.append(seen.differing)
-        self._stats.num_known += num_known
+        self._stats.num_known += sum(int(own.known.sum()) for own in routes if own is not None)
         self._stats.num_rows += sum(item.sample.num_tokens for item in placed.samples)
+
+    def compares_at(self, step: int) -> bool:
+        """Whether the distance from the rollout is to be looked at. What R2 has just recorded changes nothing yet."""
+        every, is_own = self.settings.compare_every, self.settings.mode == "R2" and self.settings.replay_file is None
+        return bool(every) and (step - 1) % every == 0 and not is_own
 
     def compared_pass(self, placed: Placed) -> AbstractContextManager[Any]:
         """For one that is only looked at."""
@@ -192,7 +225,7 @@ class ReplaySession:
         """Of the updates since the last time."""
         stats = self._stats
         layers = self.shape.layers.tolist()
-        sums = torch.zeros(len(layers), device=self._device)
+        sums = torch.zeros(len(layers), dtype=torch.int64, device=self._device)
         for differing in self._passes:
             sums += torch.stack([differing[layer] for layer in layers])
         stats.layers, stats.differing = layers, sums.tolist()
@@ -234,8 +267,10 @@ class ReplaySession:
             for item, own in zip(samples, routes, strict=True)
         )
 
-    def _replaying(self, placed: Placed) -> AbstractContextManager[Any]:
-        experts, known = laid_out(self._routes(placed), placed, self.shape)
+    def _replaying(
+        self, placed: Placed, routes: Sequence[RoutedExperts | None] | None = None
+    ) -> AbstractContextManager[Any]:
+        experts, known = laid_out(self._routes(placed) if routes is None else routes, placed, self.shape)
         return self._replayer.replaying(
             torch.from_numpy(experts).to(self._device), torch.from_numpy(known).to(self._device), placed.label
         )

@@ -13,12 +13,12 @@ import fcntl
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from practicum.errors import ReplayError
 from practicum.replay.chunks import ChunkFile
@@ -34,7 +34,9 @@ from practicum.replay.format import (
     read_header,
 )
 from practicum.replay.records import OpenChunk, RecordedSample, check_routes, sections_of
-from practicum.types import RoutedExperts
+from practicum.types import RoutedExperts, TrainingSample
+
+T = TypeVar("T")
 
 CHUNK_TOKENS = 1 << 14
 _KEPT_CHUNKS = 4
@@ -84,6 +86,11 @@ class RouteWriter:
             num_bytes += sum(len(coded) for name, _, _, coded in sections if name == "routes")
         return num_bytes
 
+    def begin_again(self, step: int) -> None:
+        """What the file holds of this step and later ones does not count any more."""
+        self._write(chunk_bytes(self._end, time.time_ns(), self._number, [], [], anew_from=step))
+        self._number += 1
+
     def sync(self) -> None:
         try:
             os.fsync(self._descriptor)
@@ -109,10 +116,12 @@ class RouteWriter:
         """Lock the file; where the next chunk goes, and its number."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise ReplayError(
                 f"{self.path} is being written by another process: wait for it or use another file."
             ) from error
+        except OSError as error:  # a file system without locks
+            raise self._unwritable(error) from error
         self._end = 0
         try:
             if self._holds_nothing():
@@ -227,22 +236,41 @@ class Recording:
         return self._place(id).entry
 
     def sample(self, id: str) -> RecordedSample:
-        place = self._place(id)
-        try:
-            return self._chunk(place).sample(place.i)
-        except Spoilt as error:
-            raise self.files[place.file].error(place.chunk, error) from error
+        return self._read(self._place(id), OpenChunk.sample)
 
     def samples(self, step: int) -> list[RecordedSample]:
         """Those of a step, in the order of its batch."""
+        return [self.sample(id) for id in self._ids_of(step)]
+
+    def trainings(self, step: int) -> list[TrainingSample]:
+        """The same without their routes, for whoever has no use for them; `ReplayError` if not all are there."""
+        self.check_whole(step)
+        return [self._read(self._place(id), OpenChunk.training) for id in self._ids_of(step)]
+
+    def check_whole(self, step: int) -> None:
+        """`ReplayError` unless all samples of the step are there. Nothing but the index is read."""
+        entries = [self.entry(id) for id in self._ids_of(step)]
+        size = max(entry.step_size for entry in entries)
+        if size and len(entries) != size:
+            raise ReplayError(
+                f"{self.path} has {len(entries)} of the {size} samples of step {step}: it was cut off, or is being "
+                f"written.{self._losses()}"
+            )
+
+    def _ids_of(self, step: int) -> list[str]:
         ids = self._by_step().get(step)
         if ids is None:
             held = f"it holds steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "it holds none"
             raise ReplayError(f"step {step} is not in {self.path}: {held}.{self._losses()}")
-        return [self.sample(id) for id in ids]
+        return ids
 
     def routes(self, ids: Sequence[str]) -> list[RoutedExperts]:
-        return [self._routes(self._place(id)) for id in ids]
+        """Of these samples, in this order; each chunk they are in is decoded once."""
+        places = [self._place(id) for id in ids]
+        found: dict[int, RoutedExperts] = {}
+        for i in sorted(range(len(ids)), key=lambda i: (places[i].file, places[i].chunk.head.offset)):
+            found[i] = self._read(places[i], OpenChunk.routes)
+        return [found[i] for i in range(len(ids))]
 
     def check(self, header: RecordingHeader) -> None:
         """`ReplayError` unless these are routes of that model, over texts of that tokenizer."""
@@ -294,6 +322,9 @@ class Recording:
 
     def _add(self, file: int, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
+            if chunk.anew_from is not None:
+                kept = self._places.items()
+                self._places = {id: at for id, at in kept if at.file != file or at.entry.step < chunk.anew_from}
             for i, entry in enumerate(chunk.samples):
                 before = self._places.get(entry.id)
                 if before is None or before.file == file or before.chunk.head.written_ns <= chunk.head.written_ns:
@@ -318,9 +349,9 @@ class Recording:
         lost = sum(stretch.size for file in self.files for stretch in file.lost)
         return f" {lost} bytes of it are spoilt: see `practicum routes verify`." if lost else ""
 
-    def _routes(self, place: _Place) -> RoutedExperts:
+    def _read(self, place: _Place, read: Callable[[OpenChunk, int], T]) -> T:
         try:
-            return self._chunk(place).routes(place.i)
+            return read(self._chunk(place), place.i)
         except Spoilt as error:
             raise self.files[place.file].error(place.chunk, error) from error
 

@@ -175,7 +175,7 @@ class NativeRollout(OwnModelRollout):
             for answer in answers:
                 row = Row(pending.ticket, answer, pending.ending, lengths[index])
                 if routes is not None:
-                    row.routes.append(routes[index])
+                    row.routes.append(routes[index].copy())
                 if len(self._rows) > starts[index]:
                     self._cache.copy(starts[index], len(self._rows), lengths[index])
                 self._rows.append(row)
@@ -190,7 +190,7 @@ class NativeRollout(OwnModelRollout):
         logits = self._forward(tokens[:, None], positions[:, None], step)[:, 0]
         if self._recorder is not None:
             for row, own in zip(self._rows, self._recorder.take(), strict=True):
-                row.routes.append(own[None])
+                row.routes.append(own[None].copy())  # a view would keep those of all rows
         self._push(logits, 0)
 
     def _push(self, logits: Tensor, first: int) -> None:

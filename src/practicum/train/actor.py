@@ -121,14 +121,16 @@ class ActorWorker(Worker):
         self._tokenizer = load_tokenizer(settings.model_path)
         model = load_model(settings.model_path).train()  # checkpointing looks at the mode; there is no dropout
         self._shares_rows = keeps_samples_apart(model)
-        self._replay = self._open_replay(model)
-        if settings.gradient_checkpointing:
-            contexts = {"context_fn": self._replay.checkpoint_contexts} if self._replay else {}
-            model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
-        self._model = LogProbModel(model, learns_entropy=settings.objective.entropy_bonus > 0)
         self._reference: LogProbModel | None = None
-        self.mesh = join_ranks(self.context, self._device, settings.collective_timeout_s)
+        self._has_joined = False
+        self._replay = self._open_replay(model)
         try:
+            if settings.gradient_checkpointing:
+                contexts = {"context_fn": self._replay.checkpoint_contexts} if self._replay else {}
+                model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
+            self._model = LogProbModel(model, learns_entropy=settings.objective.entropy_bonus > 0)
+            self.mesh = join_ranks(self.context, self._device, settings.collective_timeout_s)
+            self._has_joined = True
             self._learner = Learner("actor", self._model, model, self.mesh, settings)
             if settings.reference_path is not None:
                 self._reference = self._frozen(settings.reference_path)
@@ -144,10 +146,18 @@ class ActorWorker(Worker):
         return frozen
 
     def close(self) -> None:
-        self.close_channel()
+        try:
+            self.close_channel()
+            if self._replay is not None:
+                self._replay.close()
+        finally:
+            if self._has_joined:
+                dist.destroy_process_group()
+
+    def begin_at(self, step: int) -> None:
+        """Which step comes first."""
         if self._replay is not None:
-            self._replay.close()
-        dist.destroy_process_group()
+            self._replay.begin_at(step)
 
     def shares_rows(self) -> bool:
         """Whether the model can take several samples in one row; micro-batches are planned accordingly."""
@@ -298,15 +308,13 @@ class ActorWorker(Worker):
                 replayed = nullcontext() if replay is None else replay.old_pass(micro.placed)
                 micro.old_log_probs, _ = self._forward(micro.packed, replayed)
         if replay is not None:
-            self._look_at_replay(replay, work[0], step)
+            replay.sync()
+            if replay.compares_at(step):
+                self._look_at_replay(replay, work[0])
 
     @torch.no_grad()
-    def _look_at_replay(self, replay: ReplaySession, micro: _Micro, step: int) -> None:
-        """Now and then: how far the trainer is from the rollout with replay, and how far it would be without."""
-        replay.sync()
-        every = replay.settings.compare_every
-        if not every or (step - 1) % every:
-            return
+    def _look_at_replay(self, replay: ReplaySession, micro: _Micro) -> None:
+        """How far the trainer is from the rollout with replay, and how far it would be without."""
         written = torch.from_numpy(micro.packed.rollout_log_probs).to(self._device).double()
         found, live = (
             self._forward(micro.packed, replayed)[0].double()

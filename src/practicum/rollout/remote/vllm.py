@@ -210,8 +210,11 @@ def decode_routes(packed: str, routers: RouterShape, num_tokens: int) -> RoutedE
     num_known = min(len(rows), num_tokens)
     if num_known < num_tokens - 1 or rows.shape[1] <= routers.layers[-1] or rows.shape[2] != routers.k:
         raise RolloutError(f"vLLM returned routed experts of shape {rows.shape} for {num_tokens} tokens.")
+    known = np.sort(rows[:num_known, routers.layers], axis=-1)
+    if (known[..., -1] >= routers.num_experts).any() or (known[..., 1:] == known[..., :-1]).any():
+        raise RolloutError(f"vLLM returned rows that are not {routers.k} of {routers.num_experts} experts.")
     experts = np.zeros((num_tokens, len(routers.layers), routers.k), routers.dtype)
-    experts[:num_known] = np.sort(rows[:num_known, routers.layers], axis=-1)
+    experts[:num_known] = known
     return RoutedExperts(experts, routers.layers, np.arange(num_tokens) < num_known, routers.num_experts)
 
 

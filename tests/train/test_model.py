@@ -8,7 +8,7 @@ import torch
 
 from practicum.data import pack
 from practicum.models import load_model
-from practicum.train.model import LogProbModel, keeps_samples_apart
+from practicum.train.model import LogProbModel, ValueModel, keeps_samples_apart
 from tests.samples import make_training_sample
 
 
@@ -71,3 +71,28 @@ def test_the_model_is_as_before_outside_of_it(tiny_model: Path) -> None:
     before = model(input_ids=ids).logits
     LogProbModel(model)
     assert torch.equal(model(input_ids=ids).logits, before)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_entropy_has_a_gradient_only_where_it_is_learnt(learns: bool) -> None:
+    ids = torch.arange(6)[None]
+    found = LogProbModel(tiny("llama"), learns_entropy=learns)
+    _, entropy = found(ids, ids, torch.tensor([2, 4]), torch.tensor([3, 5]), 1.0)
+    assert entropy.requires_grad == learns
+    if learns:
+        entropy.sum().backward()
+        assert any(p.grad is not None and p.grad.abs().max() > 0 for p in found.parameters())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_oss", "mamba"])
+def test_a_value_of_any_family_looks_back_and_not_ahead(family: str) -> None:
+    model = ValueModel(tiny(family))
+    ids = torch.arange(8)[None]
+    assert model(ids, ids, torch.arange(8)).tolist() == [0.0] * 8  # nothing is expected at first
+    torch.nn.init.normal_(model.head.weight)
+    other = ids.clone()
+    other[0, 5] = 20
+    with torch.no_grad():
+        before, after = (model(tokens, ids, torch.arange(8)) for tokens in (ids, other))
+    assert before[:5] == pytest.approx(after[:5], abs=1e-5)
+    assert (before[5:] - after[5:]).abs().max() > 1e-4

@@ -120,7 +120,8 @@ def test_nor_with_many_experts_a_token() -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    shape = {"vocab_size": 18, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
+    shape: dict[str, Any] = {"vocab_size": 18, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 32}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     many = {"num_experts": 300, "num_experts_per_tok": 8, "moe_intermediate_size": 16, "initializer_range": 0.2}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **many))
     assert router_shape(model).dtype is np.uint16

@@ -68,3 +68,17 @@ def test_experts_are_replayed(make_config: MakeConfig, ray_session: None, mode: 
         assert (report.metrics["replay/unknown_share"] == 0) == (mode == "R2")
         assert report.kl < (1e-5 if dtype == "float32" else 1e-2)
     assert reports[0].metrics["replay/kl_with"] <= reports[0].metrics["replay/kl_without"] + 1e-3
+
+
+def test_a_critic_and_a_reference_take_part(make_config: MakeConfig, ray_session: None) -> None:
+    config = make_config(
+        "trainer.device=cuda",
+        "controller.backend=ray",
+        "algorithm.advantage=gae",
+        "algorithm.kl.coefficient=0.01",
+        "actor.epochs=2",
+    )
+    reports = list(Trainer(config).steps())
+    assert all(report.metrics["critic/grad_norm"] > 0 for report in reports)
+    assert all(report.metrics["actor/reference_kl"] >= 0 for report in reports)
+    assert all(report.kl < 1e-5 for report in reports)

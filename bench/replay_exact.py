@@ -28,7 +28,7 @@ from bench.replay_work import (
 from practicum.data import plan_micro_batches
 from practicum.models import load_model
 from practicum.replay import ReplaySettings, RouterShape, router_shape
-from practicum.train import ActorSettings, ActorWorker, MiniBatch, UpdateStats
+from practicum.train import ActorSettings, ActorWorker, MiniBatch, UpdateStats, totals_of
 from practicum.types import RoutedExperts, TrainingSample, route_dtype
 
 if TYPE_CHECKING:
@@ -170,10 +170,10 @@ def dealt(samples: Sequence[TrainingSample], num_ranks: int, num_parts: int, bud
     ranks: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
     for part in range(num_parts):
         members = samples[part::num_parts]
-        num_tokens = sum(int(item.sample.loss_mask.sum()) for item in members)
+        totals = totals_of(members, max_tokens=max(len(item.sample.token_ids) for item in members))
         plan = plan_micro_batches([item.sample.num_tokens for item in members], num_ranks, budget)
         for rank, micros in enumerate(plan):
-            ranks[rank].append(MiniBatch([[members[i] for i in micro] for micro in micros], num_tokens))
+            ranks[rank].append(MiniBatch([[members[i] for i in micro] for micro in micros], totals))
     return ranks
 
 

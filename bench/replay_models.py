@@ -15,33 +15,13 @@ import torch
 from torch import Tensor
 
 from bench.grpo_work import VOCABULARY, make_word_tokenizer
+from bench.rollout_checks import FAMILIES as ALL_FAMILIES
+from bench.rollout_checks import SIZES
 from practicum.demo.arithmetic import make_tokenizer
 
 _LOST = 1.7  # what a gated activation takes from the size of random numbers, once on each side of it
-_SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,  # so that the next token is not a toss-up
-}
-_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_ROUTED: dict[str, Any] = {
-    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1
-}  # fmt: skip
-_LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
-}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"head_dim": 16, **_EXPERTS},
-    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 32},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "olmoe": _EXPERTS,
-    "deepseek_v3": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1},
-    "glm4_moe": {**_ROUTED, "head_dim": 16, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    **{name: shape for name, shape in ALL_FAMILIES.items() if "num_experts_per_tok" in shape},
     "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
                 "max_position_embeddings": 131_072},  # what its positions are made for
 }  # fmt: skip
@@ -53,7 +33,7 @@ def save_family(family: str, folder: Path) -> Path:
 
     tokenizer = make_tokenizer()
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    options = {**_SIZES, **FAMILIES[family], **special, "vocab_size": len(tokenizer)}
+    options = {**SIZES, "num_hidden_layers": 3, **FAMILIES[family], **special, "vocab_size": len(tokenizer)}
     torch.manual_seed(0)
     _save(AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options)), tokenizer, folder)
     return folder

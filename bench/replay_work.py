@@ -221,8 +221,6 @@ def actor_settings(model: Path, **changes: Any) -> ActorSettings:
         "num_warmup": 0,
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
-        "clip_low": CLIP[0],
-        "clip_high": CLIP[1],
         "temperature": 1.0,
         "gradient_checkpointing": False,
         "collective_timeout_s": 120.0,

@@ -17,7 +17,7 @@ from practicum.demo.arithmetic import make_tokenizer
 from practicum.rollout.native import NativeRollout
 from practicum.types import Prompt, RolloutRequest, SamplingParams
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -86,7 +86,7 @@ def _is_equal(family: str, folder: Path, num_tokens: int) -> bool:
 
     tokenizer = make_tokenizer()
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    options = {**_SIZES, **FAMILIES[family], **special, "vocab_size": len(tokenizer)}
+    options = {**SIZES, **FAMILIES[family], **special, "vocab_size": len(tokenizer)}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options)).eval()
     model.save_pretrained(folder)

@@ -23,12 +23,12 @@ def share_of_even_digits(sample: Sample) -> float:
     return sum(int(c) % 2 == 0 for c in digits) / max(1, len(sample.token_ids))
 
 
-def odd_prompts_are_all_right(sample: Sample) -> float:
-    return 1.0 if int(str(sample.prompt.answer)) % 2 else share_of_even_digits(sample)
-
-
 def length(sample: Sample) -> float:
     return len(sample.text)
+
+
+def odd_prompts_are_all_right(sample: Sample) -> float:
+    return 1.0 if int(str(sample.prompt.answer)) % 2 else share_of_even_digits(sample)
 
 
 def with_parts(sample: Sample) -> Score:

@@ -78,7 +78,7 @@ def test_samples_are_dealt_out_once() -> None:
     ranks = replay_exact.dealt(samples, num_ranks=2, num_parts=2, budget=40)
     places = [item.place for batches in ranks for batch in batches for micro in batch.micro_batches for item in micro]
     assert sorted(places) == list(range(len(samples)))
-    assert sum(batch.num_tokens for batch in ranks[0]) == sum(answer for _, answer in replay_exact.LENGTHS)
+    assert sum(batch.totals.num_tokens for batch in ranks[0]) == sum(answer for _, answer in replay_exact.LENGTHS)
 
 
 # Effect

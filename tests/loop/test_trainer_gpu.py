@@ -67,7 +67,8 @@ def test_experts_are_replayed(make_config: MakeConfig, ray_session: None, mode: 
         assert 0 <= report.metrics["replay/disagreement"] < 1
         assert (report.metrics["replay/unknown_share"] == 0) == (mode == "R2")
         assert report.kl < (1e-5 if dtype == "float32" else 1e-2)
-    assert reports[0].metrics["replay/kl_with"] <= reports[0].metrics["replay/kl_without"] + 1e-3
+    if mode == "R3":
+        assert reports[0].metrics["replay/kl_with"] <= reports[0].metrics["replay/kl_without"] + 1e-3
 
 
 def test_a_critic_and_a_reference_take_part(make_config: MakeConfig, ray_session: None) -> None:

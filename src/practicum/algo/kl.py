@@ -68,11 +68,3 @@ class AdaptiveKL:
         if not math.isfinite(kl):
             raise ValueError(f"the divergence from the reference is {kl}: there is nothing to adapt to")
         self.coefficient *= 1 + self.rate * min(max(kl / self.target - 1, -0.2), 0.2)
-
-    def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
-        return {"coefficient": self.coefficient}
-
-    def restore(self, state: dict[str, float]) -> None:
-        """Go on from what `state` gave."""
-        self.coefficient = state["coefficient"]

@@ -16,7 +16,8 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
     "config": {"errors", "types"},
-    "models": {"errors", "types"},
+    "adapters": {"errors"},
+    "models": {"errors", "types", "adapters"},
     "functions": {"errors"},
     "controller": BASE - {"types"},
     "algo": BASE,
@@ -26,13 +27,14 @@ ALLOWED: dict[str, set[str]] = {
     "replay": BASE,
     "rollout": BASE | {"models", "controller", "weights", "replay", "processes", "functions"},
     "reward": BASE | {"models", "controller", "rollout", "processes", "functions"},
-    "train": BASE | {"models", "controller", "algo", "data", "weights", "replay"},
-    "loop": BASE | {"models", "controller", "algo", "data", "weights", "rollout", "reward", "train", "replay"},
+    "train": BASE | {"adapters", "models", "controller", "algo", "data", "weights", "replay"},
+    "loop": BASE
+    | {"adapters", "models", "controller", "algo", "data", "weights", "rollout", "reward", "train", "replay"},
     "demo": BASE | {"models", "loop"},
     "__main__": {"cli"},
     "messages": {"errors"},
     "routes_cli": BASE | {"messages", "replay"},
-    "cli": BASE | {"messages", "routes_cli", "loop", "demo", "reward", "rollout"},
+    "cli": BASE | {"messages", "models", "routes_cli", "loop", "demo", "reward", "rollout"},
     "__init__": BASE | {"loop"},
 }
 

@@ -1,4 +1,7 @@
-"""The command line: `practicum demo | train | serve | router | routes | explain`. Heavy imports wait until needed."""
+"""The command line: `practicum demo | train | serve | merge | router | routes | explain`.
+
+Heavy imports wait until needed.
+"""
 
 from __future__ import annotations
 
@@ -152,6 +155,23 @@ def serve(
         chosen = engine or RolloutConfig().engine
         service = service_of(model, engine=chosen, device=device, dtype=dtype, max_batch=max_batch)
         serve_until_told(service, lambda url: typer.echo(f"{model} ready at {url}"), host=host, port=port, token=token)
+
+
+@app.command()
+def merge(
+    adapters: Annotated[str, typer.Argument(help="A folder with adapters, as of a checkpoint.", metavar="ADAPTERS")],
+    folder: Annotated[Path, typer.Argument(help="Where the whole model is put.", metavar="FOLDER")],
+    dtype: Annotated[str, typer.Option(help="What its weights are saved in: float32 or bfloat16.")] = "float32",
+    debug: Debug = False,
+) -> None:
+    """Write the whole model that adapters and the model they belong to make together."""
+    with errors_as_messages(debug):
+        from practicum.models import DTYPES, save_merged
+
+        if dtype not in DTYPES:
+            raise ConfigError(f"unknown dtype {dtype!r}: the dtypes are {', '.join(DTYPES)}.")
+        save_merged(adapters, folder, DTYPES[dtype])
+        typer.echo(f"{folder} holds the whole model.")
 
 
 def _token_from(variable: str | None) -> str | None:

@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
+from practicum.adapters import base_of, holds_adapters, merge_into
 from practicum.errors import DataError, ModelError
 from practicum.types import Prompt
 
@@ -41,10 +42,16 @@ def absolute(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
+def plain_path(path: str) -> str:
+    """Where the files of a whole model are: for a folder of adapters, those of the model they belong to."""
+    return plain_path(base_of(path)) if holds_adapters(path) else path
+
+
 def load_any_config(path: str) -> Any:
     """The transformers config of a model of whichever kind."""
     from transformers import AutoConfig
 
+    path = plain_path(path)
     return _loaded("config.json", path, lambda: AutoConfig.from_pretrained(path))
 
 
@@ -85,10 +92,13 @@ def load_model(path: str, dtype: torch.dtype = torch.float32) -> Any:
     """A causal language model with its weights, on the CPU, without dropout.
 
     With dropout the learner's probabilities would differ from those of the engine for the same weights, and from its
-    own a moment later: the ratio of the two would measure noise.
+    own a moment later: the ratio of the two would measure noise. Adapters in the folder are merged into their model, in
+    float32.
     """
     from transformers import AutoModelForCausalLM
 
+    if holds_adapters(path):
+        return merge_into(load_model(base_of(path)), path).to(dtype)
     return _with_weights(AutoModelForCausalLM, path, load_config(path), dtype)
 
 
@@ -150,6 +160,15 @@ def save_model(model: Any, tokenizer: Any, folder: Path, tensors: dict[str, torc
     tokenizer.save_pretrained(folder)
 
 
+def save_merged(path: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write a whole model where there are adapters and the model they belong to."""
+    if not holds_adapters(path):
+        raise ModelError(f"model folder {path!r} holds no adapters (adapter_config.json): there is nothing to merge.")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelError(f"{folder} is there already: name a folder that is new or empty.")
+    save_model(load_model(path, dtype), load_tokenizer(path), folder)
+
+
 def _no_progress_bars() -> None:
     from transformers.utils import logging
 
@@ -162,6 +181,8 @@ def load_tokenizer(path: str, *, for_writing: bool = True) -> Any:
 
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        if holds_adapters(path):
+            return load_tokenizer(base_of(path), for_writing=for_writing)
         raise ModelError(
             f"model folder {path!r} has no tokenizer (looked for {', '.join(_TOKENIZER_FILES)}): "
             "save one there with tokenizer.save_pretrained(folder)."

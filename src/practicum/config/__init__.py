@@ -1,6 +1,6 @@
 """The one config tree: a YAML file plus dotted `key=value` overrides."""
 
-from practicum.config.actor import ActorConfig, RouterReplayConfig
+from practicum.config.actor import ActorConfig, LoraConfig, RouterReplayConfig
 from practicum.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
 from practicum.config.base import Section
 from practicum.config.critic import CriticConfig
@@ -30,6 +30,7 @@ __all__ = [
     "DataConfig",
     "KLConfig",
     "LimitsConfig",
+    "LoraConfig",
     "ModelConfig",
     "OpenAIConfig",
     "RewardConfig",

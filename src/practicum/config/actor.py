@@ -48,6 +48,27 @@ class RouterReplayConfig(Section):
         return self
 
 
+class LoraConfig(Section):
+    rank: int = Field(ge=1)
+    """Of the adapters' matrices: what they can express, and what they take."""
+    alpha: int | None = Field(default=None, ge=1)
+    """What adapters add is scaled by alpha / rank. None: twice the rank."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Which linear layers get adapters, by the last parts of their names, such as [q_proj, v_proj]. all-linear: all but
+    the output layer and those that choose among experts. Experts whose weights are one tensor cannot have any."""
+
+    @property
+    def scale_by(self) -> int:
+        """Alpha as it counts."""
+        return 2 * self.rank if self.alpha is None else self.alpha
+
+    @model_validator(mode="after")
+    def _some_targets(self) -> Self:
+        if not self.targets or "" in self.targets:
+            raise ValueError("actor.lora.targets is empty: name layers, or leave it at all-linear")
+        return self
+
+
 class ActorConfig(Section):
     lr: float = Field(default=1e-6, gt=0)
     """AdamW's learning rate."""
@@ -67,5 +88,7 @@ class ActorConfig(Section):
     """Tokens in one forward and backward pass on one worker. Changes memory, never the gradient."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of all weights; needs the extra practicum[peft]. None: all weights."""
     router_replay: RouterReplayConfig = RouterReplayConfig()
     """The same experts in rollout and training, or in all updates of a step."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from practicum.adapters import count_learnt, find_targets
 from practicum.config import Config
 from practicum.loop.trainer import Trainer
-from practicum.loop.writers import writer_problems
+from practicum.loop.writers import lora_settings, reference_path, writer_problems
 from practicum.models import count_weights, empty_model, load_config, num_cores, resolve_device
 from practicum.replay import router_shape
 
@@ -25,6 +26,7 @@ def explanation(config: Config) -> str:
         ("config", config.to_yaml().rstrip()),
         ("placement", _placement(config)),
         ("reward", str(trainer.rubric)),
+        *([("adapters", _adapters(config))] if config.actor.lora is not None else []),
         *([("router replay", _replay(config))] if config.actor.router_replay.mode != "disabled" else []),
         ("batch algebra", config.batch_algebra().replace("; ", "\n")),
         ("memory per worker (estimate)", _memory(config)),
@@ -111,6 +113,40 @@ def _replay(config: Config) -> str:
     )
 
 
+def _adapters(config: Config) -> str:
+    settings = lora_settings(config)
+    assert settings is not None
+    hf = load_config(config.model.path)
+    model, num_parameters = empty_model(hf), count_parameters(hf)
+    targets, num_learnt = find_targets(model, settings), count_learnt(model, settings)
+    names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in targets))
+    return "\n".join(
+        [
+            f"LoRA of rank {settings.rank}, scaled by {settings.alpha / settings.rank:g}, on {len(targets)} linear "
+            f"layers: {names}",
+            f"{num_learnt:,} parameters are learnt ({num_learnt / num_parameters:.2%} of the model's "
+            f"{num_parameters:,}, which stay as they are)",
+        ]
+    )
+
+
+def _learnt_memory(config: Config, num_parameters: int) -> dict[str, float]:
+    """Weights, gradients and optimizer of the actor, and the reference."""
+    workers, settings = config.trainer.num_workers, lora_settings(config)
+    has_reference = reference_path(config) is not None
+    frozen = {f"reference, frozen ({num_parameters:,} parameters / {workers})": 4 * num_parameters / workers}
+    if settings is None:
+        whole = f"master weights, gradients, AdamW ({num_parameters:,} parameters / {workers})"
+        return {whole: 16 * num_parameters / workers, **(frozen if has_reference else {})}
+    num_learnt = count_learnt(empty_model(load_config(config.model.path)), settings)
+    within = ", the reference too" if config.algorithm.kl.coefficient > 0 and not has_reference else ""
+    return {
+        f"weights, frozen{within} ({num_parameters:,} parameters / {workers})": 4 * num_parameters / workers,
+        f"adapters, gradients, AdamW ({num_learnt:,} parameters / {workers})": 16 * num_learnt / workers,
+        **(frozen if has_reference else {}),
+    }
+
+
 def _memory(config: Config) -> str:
     """Weights, optimizer and caches exactly; activations by the usual count of saved tensors per layer."""
     hf = load_config(config.model.path)
@@ -119,7 +155,7 @@ def _memory(config: Config) -> str:
     workers = config.trainer.num_workers
     compute_bytes = 2 if config.model.dtype == "bfloat16" else _FLOAT32
     is_hybrid = config.rollout.placement == "hybrid"
-    shared = is_hybrid and workers == 1 and config.model.dtype == "float32"
+    shared = is_hybrid and workers == 1 and config.model.dtype == "float32" and config.actor.lora is None
     writers = workers if is_hybrid or config.rollout.replicas == "auto" else config.rollout.replicas
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -127,15 +163,13 @@ def _memory(config: Config) -> str:
     micro = min(config.actor.micro_batch_tokens, config.samples_per_step * config.max_sequence_tokens)
     learnt = micro * config.rollout.max_new_tokens // config.max_sequence_tokens
     more = {}
-    if config.algorithm.kl.coefficient > 0:
-        more[f"reference, frozen ({num_parameters:,} parameters / {workers})"] = 4 * num_parameters / workers
     if config.algorithm.needs_critic:
         more[f"critic, its gradients, AdamW (about {num_parameters:,} parameters / {workers})"] = (
             16 * num_parameters / workers
         )
     layers_kept = 1 if config.actor.gradient_checkpointing else text.num_hidden_layers
     parts = {
-        f"master weights, gradients, AdamW ({num_parameters:,} parameters / {workers})": 16 * num_parameters / workers,
+        **_learnt_memory(config, num_parameters),
         **more,
         "rollout's copy of the weights" + (" (shared with the actor)" if shared else ""): (
             0 if shared else num_parameters * compute_bytes

@@ -32,7 +32,7 @@ from practicum.types import Sample, Score
 
 SHOWN_VALIDATIONS = 20
 _BEST = "best.json"
-_CANNOT_CHANGE = ("model.path:", "data.train:", "trainer.seed:")
+_CANNOT_CHANGE = ("model.path:", "data.train:", "trainer.seed:", "actor.lora")
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from practicum.loop.resampling import Practice, num_renewed
 from practicum.loop.run_folder import RunFolder, RunState
 from practicum.loop.trackers import check_trackers, open_trackers
 from practicum.loop.validation import check_keep_best, validation_metrics
-from practicum.loop.writers import check_writers, open_actors, open_learners
+from practicum.loop.writers import check_lora, check_writers, open_actors, open_learners
 from practicum.models import absolute, encode_prompts, load_config, load_tokenizer
 from practicum.replay import Recording
 from practicum.reward import GradingRound, Progress, check_reward, open_reward_centre
@@ -301,6 +301,7 @@ class Trainer:
 
 
 def _check_models(config: Config, model_config: Any) -> None:
+    check_lora(config, model_config)
     for key, path in (("algorithm.kl.reference", config.algorithm.kl.reference), ("critic.path", config.critic.path)):
         if path is not None:
             own, other = (c.get_text_config().vocab_size for c in (model_config, load_config(path)))

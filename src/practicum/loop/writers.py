@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from practicum.adapters import LoraSettings, find_targets
 from practicum.algo import Objective
 from practicum.config import AlgorithmConfig, Config
 from practicum.controller import Controller, FusedWorker, RayClassWithInitArgs, WorkerGroup
 from practicum.errors import RolloutError
-from practicum.models import absolute, num_cores, resolve_device
+from practicum.models import absolute, empty_model, num_cores, resolve_device
 from practicum.replay import ReplaySettings
 from practicum.reward.router import Router
 from practicum.rollout.early import engine_problems, room_problems
@@ -154,8 +155,11 @@ class ActorWeights:
 
 def actor_settings(config: Config, model_path: str, device: str) -> ActorSettings:
     actor, per_step = config.actor, config.actor.mini_batches * config.actor.epochs
+    base = model_path if actor.lora is None else absolute(config.model.path)
     return ActorSettings(
-        model_path=model_path,
+        model_path=base,
+        lora=lora_settings(config),
+        adapters_path=None if base == model_path else model_path,  # of the run that goes on
         lr=actor.lr,
         lr_schedule=actor.lr_schedule,
         num_updates=config.num_updates,
@@ -164,7 +168,7 @@ def actor_settings(config: Config, model_path: str, device: str) -> ActorSetting
         max_grad_norm=actor.max_grad_norm,
         temperature=config.rollout.temperature,
         objective=_objective(config.algorithm),
-        reference_path=_reference_path(config),
+        reference_path=reference_path(config),
         replay=_replay_settings(config),
         **_common(config, device),
     )
@@ -212,10 +216,26 @@ def _objective(algorithm: AlgorithmConfig) -> Objective:
     )
 
 
-def _reference_path(config: Config) -> str | None:
+def reference_path(config: Config) -> str | None:
     """The model that the run started from, also once it goes on from a checkpoint; unless another is named."""
     kl = config.algorithm.kl
-    return None if kl.coefficient == 0 else absolute(kl.reference or config.model.path)
+    path, start = absolute(kl.reference or config.model.path), absolute(config.model.path)
+    is_within = config.actor.lora is not None and path == start  # the actor without its adapters
+    return None if kl.coefficient == 0 or is_within else path
+
+
+def lora_settings(config: Config) -> LoraSettings | None:
+    lora = config.actor.lora
+    if lora is None:
+        return None
+    return LoraSettings(lora.rank, lora.scale_by, None if lora.targets == "all-linear" else tuple(lora.targets))
+
+
+def check_lora(config: Config, model_config: Any) -> None:
+    """Raise where the adapters that are asked for cannot be had: before anything is started."""
+    settings = lora_settings(config)
+    if settings is not None:
+        find_targets(empty_model(model_config), settings)
 
 
 def recorded_shape(config: Config) -> dict[str, str]:

@@ -4,7 +4,7 @@
                                                                          └▶ clip gradient ─▶ AdamW ─▶ version + 1
 
 With router replay the forward passes are made inside a pass of its session, see replay/session.py. The reference's
-routers choose for themselves.
+routers choose for themselves. Where adapters are learnt, see adapters.py, the reference is the model without them.
 
 Ranks run the same number of micro-batches, so their collectives pair up. The loss of a mini-batch is a sum over all
 tokens of all ranks, weighed by counts over the whole, so the gradient does not depend on how the samples are split.
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from practicum.adapters import LoraSettings, add_adapters, load_adapters, merged_weights, without_adapters
 from practicum.algo import CorrectionFigures, Losses, Objective, Tokens, Totals, k3
 from practicum.controller import Worker
 from practicum.data import MicroBatch, pack
@@ -31,7 +32,7 @@ from practicum.errors import WeightsGone
 from practicum.models import DTYPES, load_model, load_tokenizer, resolve_device
 from practicum.replay import Placed, ReplaySession, ReplaySettings, ReplayStats
 from practicum.train.batch import MiniBatch, by_place, model_inputs, on_device
-from practicum.train.checkpoint import save_rest, save_whole_model
+from practicum.train.checkpoint import save_only_adapters, save_rest, save_whole_model
 from practicum.train.fsdp import join_ranks, shard, whole
 from practicum.train.learner import Learner, LearnerSettings, reshard
 from practicum.train.model import LogProbModel, keeps_samples_apart
@@ -45,7 +46,9 @@ class ActorSettings(LearnerSettings):
 
     temperature: float
     objective: Objective = field(default_factory=Objective)
-    reference_path: str | None = None  # where a reference is needed
+    reference_path: str | None = None  # where a reference of its own is needed
+    lora: LoraSettings | None = None  # None: all weights learn
+    adapters_path: str | None = None  # to go on with, of the model at `model_path`
     replay: ReplaySettings | None = None
 
 
@@ -121,6 +124,10 @@ class ActorWorker(Worker):
         self._tokenizer = load_tokenizer(settings.model_path)
         model = load_model(settings.model_path).train()  # checkpointing looks at the mode; there is no dropout
         self._shares_rows = keeps_samples_apart(model)
+        if settings.lora is not None:
+            add_adapters(model, settings.lora, settings.seed)
+            if settings.adapters_path is not None:
+                load_adapters(model, settings.adapters_path)
         self._reference: LogProbModel | None = None
         self._has_joined = False
         self._replay = self._open_replay(model)
@@ -166,13 +173,15 @@ class ActorWorker(Worker):
     @torch.no_grad()
     def reference_log_probs(self, mini_batches: Sequence[MiniBatch]) -> dict[int, NDArray[np.float32]]:
         """What the reference makes of the samples of a step, by their places in it."""
-        assert self._reference is not None
+        assert self._reference is not None or self._settings.lora is not None
+        reference = self._reference or self._model
         found: dict[int, NDArray[np.float32]] = {}
-        for samples in (micro for batch in mini_batches for micro in batch.micro_batches):
-            packed = pack(samples, self._shares_rows)
-            log_probs, _ = self._reference(*model_inputs(packed, self._device), self._settings.temperature)
-            found |= by_place(samples, packed, log_probs)
-        reshard(self._reference)
+        with nullcontext() if self._reference is not None else without_adapters(self._model):
+            for samples in (micro for batch in mini_batches for micro in batch.micro_batches):
+                packed = pack(samples, self._shares_rows)
+                log_probs, _ = reference(*model_inputs(packed, self._device), self._settings.temperature)
+                found |= by_place(samples, packed, log_probs)
+            reshard(reference)
         return found
 
     def update(
@@ -203,11 +212,13 @@ class ActorWorker(Worker):
         return stats
 
     def publish(self, version: int, dtype: str | None = None) -> WeightUpdate:
-        """The current weights under the names of the unsharded model, in `dtype` if one is given.
+        """The current weights under the names of the unsharded model, in `dtype` if one is given; adapters are merged.
 
         All ranks must call it, and ask for all tensors: they are gathered as they are asked for.
         """
         wanted = None if dtype is None else DTYPES[dtype]
+        if self._settings.lora is not None:
+            return WeightUpdate(version, merged_weights(self._model.model, whole, wanted), shared=False)
         tensors = (
             (name, whole(parameter if wanted is None else parameter.detach().to(wanted)))  # fewer bytes to gather
             for name, parameter in self._model.model.named_parameters()
@@ -273,12 +284,18 @@ class ActorWorker(Worker):
         return found
 
     def save(self, folder: str) -> None:
-        """Write model, optimizer and random state into `folder`; rank 0 writes what all ranks share."""
-        save_whole_model(self._model.model, self._tokenizer, Path(folder), self.rank)
+        """Write model, optimizer and random state into `folder`; rank 0 writes what all ranks share. Of a model with
+        adapters, only those."""
+        model = self._model.model
+        if self._settings.lora is None:
+            save_whole_model(model, self._tokenizer, Path(folder), self.rank)
+        else:
+            save_only_adapters(model, self._tokenizer, self._settings.model_path, Path(folder), self.rank)
         self._learner.save(Path(folder), self.rank)
 
     def load(self, folder: str) -> None:
-        """Restore what `save` wrote, the model apart: that is loaded by giving its folder as `model_path`."""
+        """Restore what `save` wrote, the model apart: that is loaded by giving its folder as `model_path`, and adapters
+        as `adapters_path`."""
         self._learner.load(Path(folder), self.rank)
 
     def _save_rest(self, folder: Path) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """What the learner writes into a checkpoint folder, and how it comes back.
 
-    model/          weights in transformers' format and the tokenizer: `from_pretrained` loads it
+    model/          weights in transformers' format and the tokenizer: `from_pretrained` loads it; where adapters are
+                    learnt, those in peft's format, with the name of the model they belong to
     optimizer.pt    the whole optimizer state by parameter name, so that any number of ranks can take it up
     rng-<rank>.pt   random state of each rank
     critic/         the same of a critic, its weights as weights.pt
@@ -10,6 +11,7 @@ Several ranks gather together and rank 0 writes. Making the folder appear all at
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -23,20 +25,29 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from practicum.adapters import adapters_of, save_adapters
 from practicum.errors import CheckpointError
 from practicum.models import save_model
 from practicum.train.fsdp import whole
 
 
 def save_whole_model(model: Any, tokenizer: Any, folder: Path, rank: int) -> None:
-    tensors = _whole_tensors(model, rank)
+    tensors = _whole_tensors(model.state_dict(), rank)
     if rank == 0:
         save_model(model, tokenizer, folder / "model", tensors)
 
 
+def save_only_adapters(model: Any, tokenizer: Any, base: str, folder: Path, rank: int) -> None:
+    """`base` is where the model is that they belong to."""
+    tensors = _whole_tensors(adapters_of(model), rank)
+    if rank == 0:
+        save_adapters(model, base, folder / "model", tensors)
+        tokenizer.save_pretrained(folder / "model")
+
+
 def save_weights(model: nn.Module, folder: Path, rank: int) -> None:
     """Of a module that is no model to others."""
-    tensors = _whole_tensors(model, rank)
+    tensors = _whole_tensors(model.state_dict(), rank)
     if rank == 0:
         torch.save(tensors, folder / "weights.pt")
 
@@ -47,9 +58,9 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     set_model_state_dict(model, tensors, options=StateDictOptions(full_state_dict=True))
 
 
-def _whole_tensors(model: nn.Module, rank: int) -> dict[str, Tensor]:
+def _whole_tensors(shards: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
     tensors = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in shards.items():
         gathered = whole(tensor)  # by all ranks together
         if rank == 0:
             tensors[name] = gathered.cpu()

@@ -54,7 +54,8 @@ class Learner:
         self._root = root
         self._settings = settings
         shard(root, model, mesh, DTYPES[settings.compute_dtype])
-        self._optimizer = torch.optim.AdamW(root.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+        learnt = [parameter for parameter in root.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(learnt, lr=settings.lr, weight_decay=settings.weight_decay)
         self.num_updates = 0
 
     def step(self) -> Taken:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from torch import Tensor
 
-from practicum.models import empty_model, load_config, load_tokenizer, save_model
+from practicum.models import empty_model, load_config, load_tokenizer, plain_path, save_model
 from practicum.rollout.answers import eos_ids
 
 
@@ -18,7 +18,7 @@ def eos_ids_of(path: str) -> list[int]:
     from transformers import GenerationConfig
 
     try:
-        settings = GenerationConfig.from_pretrained(path)
+        settings = GenerationConfig.from_pretrained(plain_path(path))
     except OSError:  # it has none of its own
         settings = GenerationConfig.from_model_config(load_config(path))
     return eos_ids(SimpleNamespace(generation_config=settings), load_tokenizer(path))
@@ -33,5 +33,5 @@ def write_folder(folder: Path, model_path: str, tensors: Iterable[tuple[str, Ten
     assert not missing, f"the update left out {', '.join(missing)}"
     save_model(model, load_tokenizer(model_path), folder, found)
     for name in ("generation_config.json",):
-        if (Path(model_path) / name).exists():
-            shutil.copyfile(Path(model_path) / name, folder / name)
+        if (Path(plain_path(model_path)) / name).exists():
+            shutil.copyfile(Path(plain_path(model_path)) / name, folder / name)

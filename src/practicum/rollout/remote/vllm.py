@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from practicum.errors import RolloutError
-from practicum.models import absolute, empty_model, load_config, load_tokenizer
+from practicum.models import absolute, empty_model, load_config, load_tokenizer, plain_path, save_merged
 from practicum.replay import RouterShape, router_shape
 from practicum.rollout.remote import vllm_worker
 from practicum.rollout.remote.completions import ServerFailure
@@ -81,6 +81,9 @@ class VllmRollout(RemoteRollout):
         self._is_asleep = False
         self._folder = Path(tempfile.mkdtemp(prefix="practicum-vllm-"))
         shutil.copyfile(vllm_worker.__file__, self._folder / f"{_MODULE}.py")
+        if plain_path(self._path) != self._path:  # adapters: it gets them merged
+            save_merged(self._path, self._folder / "model", dtype)
+            self._path = str(self._folder / "model")
         self._url = f"http://127.0.0.1:{_free_port()}"
         self._model = f"practicum-{uuid.uuid4().hex}"  # a server that others start at this address knows no such one
         settings = {

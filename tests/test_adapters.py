@@ -97,7 +97,8 @@ def test_merged_weights_make_the_plain_model_that_does_the_same(family: str, tmp
         parameter.data.copy_(merged[name])
     assert (logits(plain) - logits(model)).abs().max() < 2e-5
     loaded = load_model(str(save(model, path, tmp_path / "adapters")))
-    assert type(loaded) is type(plain)
+    assert type(loaded) is type(plain) and not hasattr(loaded, "peft_config")
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, merged[name]), name
 

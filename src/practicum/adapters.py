@@ -284,6 +284,9 @@ def merge_into(model: Any, path: str) -> Any:
     from peft import PeftModel
 
     try:
-        return PeftModel.from_pretrained(model, path).merge_and_unload()
+        merged: Any = PeftModel.from_pretrained(model, path).merge_and_unload()
     except (OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError, SafetensorError) as error:
         raise ModelError(f"model folder {path!r}: its adapters do not fit {base_of(path)!r}: {error}") from error
+    if hasattr(merged, "peft_config"):
+        del merged.peft_config  # it has none any more
+    return merged.requires_grad_(True)  # as it was before peft froze it

@@ -68,7 +68,9 @@ def test_engines_get_merged_weights_and_nothing_drifts(family: str, tmp_path: Pa
         for version in range(1, 6):
             group.map(ActorWorker.update, mini_batches(SAMPLES, 1, 200))
             assert_engine_agrees(group, path, version)
-        changed = {name for name, t in group.execute_all(ActorWorker.publish, 6)[0].tensors if (t != before[name]).any()}
+        changed = {
+            name for name, t in group.execute_all(ActorWorker.publish, 6)[0].tensors if (t != before[name]).any()
+        }
     assert changed and all(name.endswith("_proj.weight") or "_proj" in name for name in changed)
 
 

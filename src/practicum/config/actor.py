@@ -64,7 +64,7 @@ class LoraConfig(Section):
 
     @model_validator(mode="after")
     def _some_targets(self) -> Self:
-        if not self.targets or "" in self.targets:
+        if self.targets != "all-linear" and not all(self.targets or [""]):
             raise ValueError("actor.lora.targets is empty: name layers, or leave it at all-linear")
         return self
 

@@ -1,0 +1,135 @@
+"""Whole runs that learn adapters: engines agree with the trainer, a resumed run is the uninterrupted one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from practicum import Config, Trainer
+from practicum.errors import CheckpointError, ModelError
+from practicum.loop.explain import explanation
+from practicum.loop.run_folder import read_metrics
+from practicum.loop.writers import actor_settings
+from practicum.models import load_model
+from tests.loop.test_trainer import timeless, weights
+
+MakeConfig = Callable[..., Config]
+LORA = ("actor.lora.rank=4", "actor.lr=1e-2")
+
+
+@pytest.mark.parametrize("engine", ["hf", "native"])
+@pytest.mark.parametrize("placement", ["hybrid", "standalone"])
+def test_engines_write_with_the_trainers_probabilities(make_config: MakeConfig, engine: str, placement: str) -> None:
+    config = make_config(
+        *LORA, "trainer.steps=4", "actor.mini_batches=2", f"rollout.engine={engine}", f"rollout.placement={placement}"
+    )
+    for report in Trainer(config).steps():
+        assert report.metrics["rollout/largest_gap"] < 2e-5
+    before, after = load_model(config.model.path), weights(Path(config.trainer.run_dir), 4)
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before.get_parameter(name))}
+    assert changed and all("self_attn" in name for name in changed)
+
+
+@pytest.mark.slow
+def test_so_do_engines_in_processes_of_their_own_and_two_workers(
+    make_config: MakeConfig, tmp_path: Path, ray_session: None
+) -> None:
+    short = (*LORA, "trainer.steps=2", "data.prompts_per_step=5", "algorithm.kl.coefficient=0.01")
+    results = {}
+    for name, where in {
+        "local": [],
+        "two": ["controller.backend=ray", "trainer.num_workers=2"],
+        "colocated": ["controller.backend=ray", "rollout.placement=colocated"],
+    }.items():
+        run_dir = tmp_path / name
+        for report in Trainer(make_config(*short, *where, f"trainer.run_dir={run_dir}")).steps():
+            assert report.metrics["rollout/largest_gap"] < 2e-5
+        results[name] = weights(run_dir, 2)
+    for name, tensor in results["local"].items():
+        assert (tensor - results["two"][name]).abs().max() < 1e-4, name
+        assert (tensor - results["colocated"][name]).abs().max() < 1e-4, name
+
+
+@pytest.mark.parametrize("placement", ["hybrid", "standalone"])
+def test_a_resumed_run_is_the_uninterrupted_one(make_config: MakeConfig, tmp_path: Path, placement: str) -> None:
+    overrides = [
+        *LORA,
+        "trainer.steps=4",
+        "trainer.checkpoint_every=2",
+        "actor.mini_batches=2",
+        "actor.router_replay.mode=R3",
+        "algorithm.kl.coefficient=0.01",
+        f"rollout.placement={placement}",
+    ]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    list(Trainer(make_config(*overrides, f"trainer.run_dir={whole}")).steps())
+    steps = Trainer(make_config(*overrides, f"trainer.run_dir={parts}")).steps()
+    for report in steps:
+        if report.number == 3:
+            steps.close()  # type: ignore[attr-defined]
+    resumed = Trainer(make_config(*overrides, f"trainer.run_dir={parts}", "resume=auto"), notify=lambda _: None)
+    assert [report.number for report in resumed.steps()] == [3, 4]
+    assert timeless(read_metrics(parts)) == timeless(read_metrics(whole))
+    first, second = weights(whole, 4), weights(parts, 4)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    saved = json.loads((parts / "checkpoints/step-000004/model/adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == make_config().model.path
+
+
+def test_adapters_of_a_run_can_be_trained_on(make_config: MakeConfig, tmp_path: Path) -> None:
+    list(Trainer(make_config(*LORA)).steps())
+    path = tmp_path / "run" / "checkpoints" / "step-000002" / "model"
+    more = (f"model.path={path}", f"trainer.run_dir={tmp_path / 'more'}", "algorithm.kl.coefficient=0.01")
+    for own in (LORA, ()):  # on top of them, or all weights
+        config = make_config(*own, *more, "resume=auto", f"trainer.run_dir={tmp_path / f'more-{len(own)}'}")
+        reports = list(Trainer(config).steps())
+        assert all(report.metrics["rollout/largest_gap"] < 2e-5 for report in reports)
+        assert reports[0].metrics["actor/reference_kl"] < 1e-6  # the reference is the model with the first adapters
+
+
+@pytest.mark.parametrize("change", ["actor.lora.rank=8", "actor.lora.alpha=4", "actor.lora.targets=[q_proj]"])
+def test_a_run_cannot_go_on_with_other_adapters(make_config: MakeConfig, change: str) -> None:
+    list(Trainer(make_config(*LORA, "trainer.steps=1")).steps())
+    with pytest.raises(CheckpointError, match=r"cannot go on with another actor.lora"):
+        list(Trainer(make_config(*LORA, change, "resume=auto")).steps())
+    with pytest.raises(CheckpointError, match=r"cannot go on with another actor.lora"):
+        list(Trainer(make_config("actor.lr=1e-2", "resume=auto")).steps())
+
+
+def test_mistakes_are_found_before_anything_starts(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match=r"has no layer 'query'. Linear are q_proj"):
+        Trainer(make_config(*LORA, "actor.lora.targets=[query]"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    config = make_config(*LORA)
+    with pytest.raises(ModelError, match=r"actor.lora needs the package 'peft'.*pip install 'practicum\[peft\]'"):
+        Trainer(config)
+    assert not Path(config.trainer.run_dir).exists()
+
+
+def test_a_reference_is_loaded_only_if_it_is_another_model(make_config: MakeConfig, tmp_path: Path) -> None:
+    def path(*overrides: str) -> str | None:
+        config = make_config(*overrides)
+        return actor_settings(config, config.model.path, "cpu").reference_path
+
+    own, kl = make_config().model.path, "algorithm.kl.coefficient=0.1"
+    assert path(kl) == own
+    assert path(*LORA, kl) is None
+    assert path(*LORA, kl, f"algorithm.kl.reference={own}") is None
+    assert path(*LORA, kl, f"algorithm.kl.reference={tmp_path}") == str(tmp_path)
+
+
+def test_explain_tells_what_is_learnt_and_what_that_takes(make_config: MakeConfig) -> None:
+    text = explanation(make_config(*LORA, "algorithm.kl.coefficient=0.1"))
+    assert "LoRA of rank 4, scaled by 2, on 8 linear layers: q_proj, k_proj, v_proj, o_proj" in text
+    num_learnt = 2 * 4 * (256 + 192 + 192 + 256)  # layers, rank, inputs + outputs
+    assert f"{num_learnt:,} parameters are learnt (" in text
+    assert "weights, frozen, the reference too (" in text
+    assert f"adapters, gradients, AdamW ({num_learnt:,} parameters / 1)" in text
+    assert "master weights" not in text and "GiB  reference" not in text
+    assert "(shared with the actor)" not in text
+    assert "# adapters" not in explanation(make_config())

@@ -50,6 +50,11 @@ def save(model: Any, base: Path, folder: Path) -> Path:
     return folder
 
 
+def save_adapted(base: Path, folder: Path) -> Path:
+    """A folder of adapters that do something."""
+    return save(stirred(base), base, folder)
+
+
 def test_only_adapters_learn_and_at_first_they_change_nothing(tiny_model: Path) -> None:
     model = load_model(str(tiny_model))
     before = logits(model)

@@ -27,6 +27,7 @@ from practicum.loop.run_folder import read_metrics
 from practicum.models import load_model
 from tests.conftest import config_tree
 from tests.loop.test_trainer import timeless
+from tests.test_adapters import save_adapted
 
 
 @pytest.fixture
@@ -52,6 +53,18 @@ def test_a_run_ends_with_a_summary_and_a_report(config_file: Path, tmp_path: Pat
     assert (tmp_path / "run" / "report.html").exists()
     code, output, _ = practicum("train", config_file, "trainer.steps=2", "resume=auto")
     assert code == 0 and "held-out accuracy:" in output  # a finished run says so again
+
+
+def test_adapters_and_their_model_are_merged(tiny_model: Path, tmp_path: Path) -> None:
+    folder = save_adapted(tiny_model, tmp_path / "adapters")
+    code, output, _ = practicum("merge", folder, tmp_path / "whole")
+    assert code == 0 and "holds the whole model" in output
+    merged, whole = load_model(str(folder)), load_model(str(tmp_path / "whole"))
+    assert all(torch.equal(parameter, merged.get_parameter(name)) for name, parameter in whole.named_parameters())
+    code, _, error = practicum("merge", tiny_model, tmp_path / "other")
+    assert code != 0 and "holds no adapters" in error
+    code, _, error = practicum("merge", folder, tmp_path / "other", "--dtype", "int4")
+    assert code != 0 and "the dtypes are float32, bfloat16" in error
 
 
 def test_explain_starts_nothing(config_file: Path, tmp_path: Path) -> None:

@@ -50,6 +50,10 @@ def test_one_switch_turns_on_both_ends(overrides: list[str], mode: str) -> None:
             ],
             "rollout.engine=openai does not",
         ),
+        (["actor.lora.rank=0"], "actor.lora.rank = 0: should be greater than or equal to 1"),
+        (["actor.lora.alpha=4"], "actor.lora.rank is missing"),
+        (["actor.lora.rank=4", "actor.lora.targets=[]"], "actor.lora.targets is empty"),
+        (["actor.lora.rank=4", "actor.lora.dropout=0.1"], "unknown key 'actor.lora.dropout'"),
         (["actor.router_replay.record_file=x"], "need a mode"),
         (["actor.router_replay.replay_file=x"], "need a mode"),
         (["actor.router_replay.mode=R3", "actor.router_replay.replay_file=x"], "replay_file needs mode R2"),
@@ -76,3 +80,10 @@ def test_with_r2_the_recording_is_in_the_run_folder_unless_told_otherwise() -> N
     assert load("actor.router_replay.mode=R3").record_file is None
     repeated = load("actor.router_replay.mode=R2", "actor.router_replay.replay_file=old.rec")
     assert repeated.record_file is None
+
+
+def test_adapters_are_scaled_by_two_unless_told_otherwise() -> None:
+    assert load().actor.lora is None
+    by_default, told = load("actor.lora.rank=8").actor.lora, load("actor.lora.rank=8", "actor.lora.alpha=4").actor.lora
+    assert by_default is not None and (by_default.scale_by, by_default.targets) == (16, "all-linear")
+    assert told is not None and told.scale_by == 4

@@ -26,6 +26,7 @@ from practicum.rollout.remote.vllm import VllmRollout, arguments, decode_routes
 from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams
 from practicum.weights import WeightUpdate
 from tests.rollout.contract import EngineContract
+from tests.test_adapters import save_adapted
 
 PYTHON = os.environ.get("PRACTICUM_VLLM_PYTHON")
 needs_vllm = pytest.mark.skipif(PYTHON is None, reason="PRACTICUM_VLLM_PYTHON names no Python with vLLM")
@@ -91,6 +92,13 @@ def test_a_server_that_is_never_ready_is_ended_at_its_deadline(tiny_model: Path,
     with pytest.raises(RolloutError, match=r"not ready within 4 s(?s:.*)loading"):
         VllmRollout(str(tiny_model), python=python, start_timeout_s=4)
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+def test_adapters_are_merged_for_it(tiny_model: Path, tmp_path: Path) -> None:
+    folder = save_adapted(tiny_model, tmp_path / "adapters")
+    python = fake_vllm(tmp_path, "import os, sys; raise SystemExit(sorted(os.listdir(sys.argv[2])))")
+    with pytest.raises(RolloutError, match=r"before it was ready.*(?s:.*)'config.json'.*'model.safetensors'"):
+        VllmRollout(str(folder), python=python)
 
 
 def test_routes_of_a_model_that_does_not_route_are_refused(tiny_model: Path, tmp_path: Path) -> None:

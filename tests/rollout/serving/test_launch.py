@@ -9,6 +9,7 @@ from practicum.errors import ConfigError, ModelError
 from practicum.rollout.serving import ClassifyService, ModelServer, WritingService
 from practicum.rollout.serving.launch import service_of
 from tests.rollout.serving.models import ask
+from tests.test_adapters import save_adapted
 
 CHOICES: dict[str, Any] = {"engine": "hf", "device": "cpu", "dtype": "float32", "max_batch": 4}
 
@@ -25,6 +26,16 @@ def test_what_serves_is_chosen_by_the_models_config(tiny_model: Path, classifier
         for name in (str(tiny_model), tiny_model.name, "default"):
             assert ask(server.url, "/v1/completions", {"prompt": "1", "max_tokens": 1, "model": name})[0] == 200
         assert ask(server.url, "/v1/completions", {"prompt": "1", "model": "gpt"})[0] == 404
+    finally:
+        server.close()
+
+
+def test_adapters_are_served_with_the_model_they_belong_to(tiny_model: Path, tmp_path: Path) -> None:
+    folder = save_adapted(tiny_model, tmp_path / "adapters")
+    server = ModelServer(service_of(str(folder), **CHOICES), host="127.0.0.1")
+    try:
+        server.wake_up(60.0)
+        assert ask(server.url, "/v1/completions", {"prompt": "1", "max_tokens": 1})[0] == 200
     finally:
         server.close()
 

@@ -81,9 +81,7 @@ class VllmRollout(RemoteRollout):
         self._is_asleep = False
         self._folder = Path(tempfile.mkdtemp(prefix="practicum-vllm-"))
         shutil.copyfile(vllm_worker.__file__, self._folder / f"{_MODULE}.py")
-        if plain_path(self._path) != self._path:  # adapters: it gets them merged
-            save_merged(self._path, self._folder / "model", dtype)
-            self._path = str(self._folder / "model")
+        self._path = self._whole(dtype)
         self._url = f"http://127.0.0.1:{_free_port()}"
         self._model = f"practicum-{uuid.uuid4().hex}"  # a server that others start at this address knows no such one
         settings = {
@@ -114,6 +112,13 @@ class VllmRollout(RemoteRollout):
         except BaseException:
             self.close()
             raise
+
+    def _whole(self, dtype: torch.dtype) -> str:
+        """Where its model is; adapters are merged first."""
+        if plain_path(self._path) == self._path:
+            return self._path
+        save_merged(self._path, self._folder / "model", dtype)
+        return str(self._folder / "model")
 
     def resume(self) -> None:
         if self._is_asleep:

@@ -14,7 +14,7 @@ from practicum.rollout.agent.driver import ConversationDriver
 from practicum.rollout.runner import EngineRunner, Order
 from practicum.rollout.tokenizer import check_tokenizer
 from practicum.types import Message, Prompt, RolloutRequest, Sample
-from recipes.calculator.prepare import (
+from recipes.tools.prepare import (
     CHARACTERS,
     all_problems,
     batch_of,
@@ -22,10 +22,10 @@ from recipes.calculator.prepare import (
     make_tokenizer,
     warm_up,
 )
-from recipes.calculator.tools import calculate
+from recipes.tools.tools import calculate
 from tests.rollout.scripted import ScriptedEngine
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "calculator"
+RECIPE = Path(__file__).parents[2] / "recipes" / "tools"
 
 
 def test_the_tool_multiplies_and_says_what_it_wants() -> None:

@@ -127,7 +127,7 @@ def batch_of(tokenizer: Any, problems: Sequence[Problem], asks: Sequence[bool]) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("runs/calculator"))
+    parser.add_argument("--folder", type=Path, default=Path("runs/tools"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=300, help="of the warm-up")
     options = parser.parse_args()

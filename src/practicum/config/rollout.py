@@ -13,10 +13,26 @@ from practicum.types import SamplingParams
 class VllmConfig(Section):
     python: str | None = Field(default=None, min_length=1)
     """The Python of the environment that vLLM is installed in. None: this one."""
+    in_process: bool = False
+    """Whether vLLM runs in the rollout worker's own process, which takes one environment for both. Otherwise it is a
+    server that the worker starts."""
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs that share one copy of the model."""
     options: dict[str, Any] = Field(default={})
     """More of vLLM's own engine options, by the names of its command line with underscores."""
+
+    @model_validator(mode="after")
+    def _one_process(self) -> Self:
+        if self.in_process and self.python is not None:
+            raise ValueError(
+                "rollout.vllm: set python or in_process, not both: a process has one Python, the one Practicum runs in"
+            )
+        if self.in_process and self.tensor_parallel > 1:
+            raise ValueError(
+                f"rollout.vllm.tensor_parallel={self.tensor_parallel} takes several processes: leave "
+                "rollout.vllm.in_process at false"
+            )
+        return self
 
 
 class OpenAIConfig(Section):
@@ -108,7 +124,7 @@ class RolloutConfig(Section):
             raise ValueError("rollout.stop: an empty text would end every answer at once")
         if self.engine in ("vllm", "openai") and self.placement == "hybrid":
             raise ValueError(
-                f"rollout.engine={self.engine} has its own processes and cannot be hybrid: set "
+                f"rollout.engine={self.engine} does not live in the trainer's processes and cannot be hybrid: set "
                 f"rollout.placement={'standalone' if self.engine == 'openai' else 'colocated or standalone'}"
             )
         if self.engine == "openai" and not self.openai.servers:

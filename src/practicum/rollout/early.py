@@ -23,7 +23,7 @@ def engine_problems(config: RolloutConfig, *, runs_here: bool) -> list[str]:
         from practicum.rollout.remote.vllm import check_installed
 
         try:
-            check_installed(config.vllm.python)
+            check_installed(config.vllm.python, in_process=config.vllm.in_process)
         except RolloutError as error:
             return [str(error)]
     if config.engine == "openai":

@@ -100,6 +100,7 @@ def _vllm(settings: EngineSettings) -> BaseRollout:
     return VllmRollout(
         settings.model_path,
         python=settings.vllm.python,
+        in_process=settings.vllm.in_process,
         options=settings.vllm.options,
         device=resolve_device(settings.device),
         dtype=DTYPES[settings.dtype],

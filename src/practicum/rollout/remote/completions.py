@@ -10,7 +10,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import aiohttp
 
@@ -62,6 +62,20 @@ async def _wind_up() -> None:
     if others:
         await asyncio.wait(others, timeout=_STOP_S)
     await asyncio.get_running_loop().shutdown_asyncgens()
+
+
+class Transport(Protocol):
+    """How requests of the completions protocol get to whoever answers them: over HTTP, or within this process."""
+
+    async def call(
+        self, server: str, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
+    ) -> Any:
+        """What is answered, None where there is nothing. Raises `ServerFailure`."""
+
+    def stream(self, server: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
+        """The parts of a completion as they are written. Leaving it early ends the request."""
+
+    async def close(self) -> None: ...
 
 
 class CompletionsClient:

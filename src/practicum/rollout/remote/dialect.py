@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from practicum.errors import RolloutError
-from practicum.rollout.remote.completions import CompletionsClient, ServerFailure, chosen_log_probs, token_names
+from practicum.rollout.remote.completions import ServerFailure, Transport, chosen_log_probs, token_names
 from practicum.types import RolloutRequest, SamplingParams
 
 _SHAKE_S = 60.0
@@ -158,7 +158,7 @@ class TokenReader:
         return token_id
 
 
-async def shake_hands(client: CompletionsClient, server: str, model: str | None, tokenizer: Any) -> Dialect:
+async def shake_hands(client: Transport, server: str, model: str | None, tokenizer: Any) -> Dialect:
     """Find out a server's dialect. Raises `RolloutError` where it cannot be used."""
     try:
         entry = await _model_entry(client, server, model)
@@ -176,7 +176,7 @@ async def shake_hands(client: CompletionsClient, server: str, model: str | None,
     return Dialect(name, owner, int(most) if most else None, is_rich, is_tempered)
 
 
-async def find_filtered(client: CompletionsClient, server: str, dialect: Dialect, tokenizer: Any) -> bool:
+async def find_filtered(client: Transport, server: str, dialect: Dialect, tokenizer: Any) -> bool:
     """Whether log-probs are those after top-k and top-p; in doubt they are."""
     asked = _Asked(client, server, dialect.model, extras(dialect.owner, dialect.is_rich), tokenizer)
     try:
@@ -185,7 +185,7 @@ async def find_filtered(client: CompletionsClient, server: str, dialect: Dialect
         raise RolloutError(f"{failure}.") from failure
 
 
-async def _model_entry(client: CompletionsClient, server: str, model: str | None) -> Mapping[str, Any]:
+async def _model_entry(client: Transport, server: str, model: str | None) -> Mapping[str, Any]:
     try:
         listed = await client.call(server, "GET", "/v1/models", timeout_s=_SHAKE_S)
     except ServerFailure as failure:
@@ -209,9 +209,7 @@ async def _model_entry(client: CompletionsClient, server: str, model: str | None
 class _Asked:
     """One token after one prompt, drawn in various ways."""
 
-    def __init__(
-        self, client: CompletionsClient, server: str, model: str, more: Mapping[str, Any], tokenizer: Any
-    ) -> None:
+    def __init__(self, client: Transport, server: str, model: str, more: Mapping[str, Any], tokenizer: Any) -> None:
         self._client = client
         self._body = {"model": model, "max_tokens": 1, "n": 1, "seed": 0, **more}
         self.server = server

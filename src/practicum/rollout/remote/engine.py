@@ -24,7 +24,12 @@ from practicum.errors import RolloutError
 from practicum.rollout.answers import Ending, check_length, sample_of, untouched, written_ids
 from practicum.rollout.base import BaseRollout
 from practicum.rollout.inbox import Inbox, Ticket
-from practicum.rollout.remote.completions import CompletionsClient, LoopThread, ServerFailure, chosen_log_probs
+from practicum.rollout.remote.completions import (
+    LoopThread,
+    ServerFailure,
+    Transport,
+    chosen_log_probs,
+)
 from practicum.rollout.remote.dialect import Dialect, TokenReader, extras, find_filtered, has_filters
 from practicum.types import FinishReason, RolloutRequest, RoutedExperts, Sample
 
@@ -105,14 +110,12 @@ class Job:
 class RemoteRollout(BaseRollout):
     """`eos_ids` are the tokens that end a text; an answer ends with them, whatever the server believes."""
 
-    def __init__(
-        self, *, tokenizer: Any, eos_ids: Sequence[int], max_batch: int, timeout_s: float, api_key: str | None = None
-    ) -> None:
+    def __init__(self, client: Transport, *, tokenizer: Any, eos_ids: Sequence[int], max_batch: int) -> None:
         self._tokenizer = tokenizer
         self.eos_ids = list(eos_ids)
         self._max_batch = max_batch
         self._thread = LoopThread("practicum-completions")
-        self._client = CompletionsClient(api_key=api_key, timeout_s=timeout_s)
+        self._client = client
         self._dialect: Dialect | None = None
         self._reader: TokenReader | None = None
         self._reads_routes = False

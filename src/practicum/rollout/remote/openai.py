@@ -60,11 +60,10 @@ class OpenAIRollout(RemoteRollout):
         self._model = model
         self._exchange_dir = exchange_dir
         super().__init__(
+            CompletionsClient(api_key=api_key(api_key_env), timeout_s=timeout_s),
             tokenizer=load_tokenizer(model_path),
             eos_ids=eos_ids_of(model_path),
             max_batch=max_batch,
-            timeout_s=timeout_s,
-            api_key=api_key(api_key_env),
         )
         self._control = None if router_token is None else CompletionsClient(api_key=router_token)
         front = None if router is None else server_address(router)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from practicum.errors import RolloutError
-from practicum.rollout.remote.completions import CompletionsClient, ServerFailure
+from practicum.rollout.remote.completions import CompletionsClient, ServerFailure, Transport
 
 log = logging.getLogger("practicum.rollout")
 _EVERY_S = 2.0
@@ -36,7 +36,7 @@ class Servers:
     def __init__(
         self,
         addresses: Sequence[str],
-        client: CompletionsClient,
+        client: Transport,
         router: str | None = None,
         control: CompletionsClient | None = None,
     ) -> None:

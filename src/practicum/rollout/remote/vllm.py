@@ -1,10 +1,11 @@
-"""The engine `vllm`: vLLM's own server as a child process, in whatever environment it is installed in.
+"""The engine `vllm`: vLLM's own server as a child process, in whatever environment it is installed in; or vLLM here.
 
     this process ── completions by token ids ─▶ vLLM's HTTP server ─▶ its workers, with our `vllm_worker` mixed in
                  ── weights: a folder of safetensors, and a call that has the workers load it
                  ── sleep and wake (on GPUs; on the CPU vLLM has nothing to give back)
 
 vLLM needs a torch of its own choosing, hence the other process and the other Python: Practicum is not installed there.
+Where both are installed together, `in_process` does without server and HTTP: see `vllm_local`. Nothing else differs.
 """
 
 from __future__ import annotations
@@ -26,16 +27,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from practicum.errors import RolloutError
 from practicum.models import absolute, empty_model, load_config, load_tokenizer, plain_path, save_merged
 from practicum.replay import RouterShape, router_shape
 from practicum.rollout.remote import vllm_worker
-from practicum.rollout.remote.completions import ServerFailure
+from practicum.rollout.remote.completions import CompletionsClient, ServerFailure, Transport
 from practicum.rollout.remote.dialect import Dialect, shake_hands
 from practicum.rollout.remote.engine import Answer, Job, RemoteRollout
 from practicum.rollout.remote.folders import eos_ids_of, write_folder
 from practicum.rollout.remote.guarded import GuardedServer
+from practicum.rollout.remote.vllm_local import LocalVllm, Vllm
 from practicum.types import RoutedExperts
 from practicum.weights import WeightUpdate
 
@@ -48,6 +51,7 @@ _CONTROL_S = 600.0
 
 class VllmRollout(RemoteRollout):
     """`python` is the Python of the environment with vLLM in it, None this one; `options` are vLLM's engine options.
+    With `in_process` vLLM runs in this very process.
 
     Options are written as on its command line, with underscores: `{"gpu_memory_utilization": 0.5}`. `keep_routes` has
     it return the experts each token was sent to; answers then come whole, so nothing is left of one that is broken off.
@@ -58,6 +62,7 @@ class VllmRollout(RemoteRollout):
         model_path: str,
         *,
         python: str | None = None,
+        in_process: bool = False,
         options: Mapping[str, Any] | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
@@ -69,42 +74,30 @@ class VllmRollout(RemoteRollout):
         start_timeout_s: float = 900.0,
         exchange_dir: str | None = None,
     ) -> None:
-        self._python = python or sys.executable
-        check_installed(python)
+        assert not (in_process and python), "in_process is about the Python we run in"
+        check_installed(python, in_process=in_process)
         self._path = absolute(model_path)
         self._can_sleep = device is not None and device.type == "cuda"
         self._exchange_dir = exchange_dir
         self._routers = router_shape(empty_model(load_config(self._path))) if keep_routes else None
         tokenizer, eos_ids = load_tokenizer(self._path), eos_ids_of(self._path)
-        super().__init__(tokenizer=tokenizer, eos_ids=eos_ids, max_batch=max_batch, timeout_s=timeout_s)
+        self._folder = Path(tempfile.mkdtemp(prefix="practicum-vllm-"))
+        self._path = self._whole(dtype)
+        self._model = f"practicum-{uuid.uuid4().hex}"  # a server that others start at this address knows no such one
+        settings = self._settings(dtype, tensor_parallel, max_batch, cache_gb) | dict(options or {})
+        environment = self._environment(cache_gb)
+        self._server: GuardedServer | None = None
+        client: Transport
+        if in_process:
+            self._url = "in this process"
+            client = LocalVllm(Vllm(arguments(settings), environment), model=self._model, timeout_s=timeout_s)
+        else:
+            self._url = f"http://127.0.0.1:{_free_port()}"
+            self._server = self._start_server(python or sys.executable, settings, environment)
+            client = CompletionsClient(timeout_s=timeout_s)
+        super().__init__(client, tokenizer=tokenizer, eos_ids=eos_ids, max_batch=max_batch)
         self._reads_routes = keep_routes
         self._is_asleep = False
-        self._folder = Path(tempfile.mkdtemp(prefix="practicum-vllm-"))
-        shutil.copyfile(vllm_worker.__file__, self._folder / f"{_MODULE}.py")
-        self._path = self._whole(dtype)
-        self._url = f"http://127.0.0.1:{_free_port()}"
-        self._model = f"practicum-{uuid.uuid4().hex}"  # a server that others start at this address knows no such one
-        settings = {
-            "model": self._path,
-            "served_model_name": self._model,
-            "host": "127.0.0.1",
-            "port": int(self._url.rsplit(":", 1)[1]),
-            "dtype": str(dtype).removeprefix("torch."),
-            "tensor_parallel_size": tensor_parallel,
-            "logprobs_mode": "processed_logprobs",
-            "worker_extension_cls": f"{_MODULE}.{vllm_worker.PracticumWorker.__name__}",
-            "generation_config": "vllm",  # none of the model's own settings: what is asked for counts
-            "max_num_seqs": max_batch,
-        }
-        if self._can_sleep:
-            settings["enable_sleep_mode"] = True
-            if cache_gb is not None:
-                settings["kv_cache_memory_bytes"] = int(cache_gb * 1e9)
-        if keep_routes:
-            settings["enable_return_routed_experts"] = True
-        command = [self._python, "-m", "vllm.entrypoints.openai.api_server", *arguments(settings | dict(options or {}))]
-        environment = self._environment(cache_gb)
-        self._server = GuardedServer(command, log=self._folder / "vllm.log", environment=environment)
         try:
             self._wait_until_healthy(start_timeout_s)
             self._call("/collective_rpc", {"method": "practicum_prepare"})
@@ -143,8 +136,9 @@ class VllmRollout(RemoteRollout):
         self._version = update.version
 
     def close(self) -> None:
-        """End the server. It also ends with this process, however that comes."""
-        self._server.stop()
+        """End it. A server also ends with this process, however that comes."""
+        if self._server is not None:
+            self._server.stop()
         super().close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -155,52 +149,90 @@ class VllmRollout(RemoteRollout):
     def _name(self) -> str:
         return f"{self._url} (vLLM, {self._path})"
 
-    def _environment(self, cache_gb: float | None) -> dict[str, str]:
-        paths = [str(self._folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-        ours = {
-            "PYTHONPATH": os.pathsep.join(paths),
-            "VLLM_SERVER_DEV_MODE": "1",  # for sleep and new weights; the server listens to this machine only
-            "VLLM_NO_USAGE_STATS": "1",
+    def _settings(
+        self, dtype: torch.dtype, tensor_parallel: int, max_batch: int, cache_gb: float | None
+    ) -> dict[str, Any]:
+        """vLLM's options, but for those of its server."""
+        settings: dict[str, Any] = {
+            "model": self._path,
+            "served_model_name": self._model,
+            "dtype": str(dtype).removeprefix("torch."),
+            "tensor_parallel_size": tensor_parallel,
+            "logprobs_mode": "processed_logprobs",
+            "worker_extension_cls": f"{vllm_worker.__name__}.{vllm_worker.PracticumWorker.__name__}",
+            "generation_config": "vllm",  # none of the model's own settings: what is asked for counts
+            "max_num_seqs": max_batch,
         }
+        if self._can_sleep:
+            settings["enable_sleep_mode"] = True
+            if cache_gb is not None:
+                settings["kv_cache_memory_bytes"] = int(cache_gb * 1e9)
+        if self._routers is not None:
+            settings["enable_return_routed_experts"] = True
+        return settings
+
+    def _environment(self, cache_gb: float | None) -> dict[str, str]:
+        ours = {"VLLM_NO_USAGE_STATS": "1"}
         if not self._can_sleep and cache_gb is not None:
             ours["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(cache_gb)))
-        return dict(os.environ) | ours
+        return ours
+
+    def _start_server(self, python: str, settings: dict[str, Any], environment: dict[str, str]) -> GuardedServer:
+        shutil.copyfile(vllm_worker.__file__, self._folder / f"{_MODULE}.py")
+        # Our worker goes by another name there, where Practicum is not installed.
+        worker = {"worker_extension_cls": f"{_MODULE}.{vllm_worker.PracticumWorker.__name__}"}
+        server = {"host": "127.0.0.1", "port": int(self._url.rsplit(":", 1)[1])}
+        words = arguments(settings | server | worker)
+        paths = [str(self._folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        more = {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "VLLM_SERVER_DEV_MODE": "1",  # for sleep and new weights; the server listens to this machine only
+        }
+        return GuardedServer(
+            [python, "-m", "vllm.entrypoints.openai.api_server", *words],
+            log=self._folder / "vllm.log",
+            environment=dict(os.environ) | environment | more,
+        )
+
+    @property
+    def _said(self) -> str:
+        """The end of what its server printed; within this process it prints to our own log."""
+        return "" if self._server is None else f" The end of what vLLM said:\n{self._server.last_words}"
 
     def _wait_until_healthy(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
-            if self._server.exit_code is not None:
+            if self._server is not None and self._server.exit_code is not None:
                 raise RolloutError(
-                    f"vLLM ended with exit code {self._server.exit_code} before it was ready. The end of what it "
-                    f"said:\n{self._server.last_words}"
+                    f"vLLM ended with exit code {self._server.exit_code} before it was ready.{self._said}"
                 )
+            wait_s = timeout_s if self._server is None else _HEALTH_S
             try:
-                self._thread.run(self._client.call(self._url, "GET", "/health", timeout_s=_HEALTH_S))
+                self._thread.run(self._client.call(self._url, "GET", "/health", timeout_s=wait_s))
                 return
-            except ServerFailure:
+            except ServerFailure as failure:
+                if not failure.may_pass:
+                    raise RolloutError(f"vLLM did not start. {failure}.{self._said}") from failure
                 if time.monotonic() > deadline:
-                    raise RolloutError(
-                        f"vLLM was not ready within {timeout_s:g} s. The end of what it said:\n"
-                        f"{self._server.last_words}"
-                    ) from None
+                    raise RolloutError(f"vLLM was not ready within {timeout_s:g} s.{self._said}") from None
             time.sleep(_POLL_S)
 
     def _shake_hands(self) -> Dialect:
         try:
             return self._thread.run(shake_hands(self._client, self._url, self._model, self._tokenizer))
         except RolloutError as error:
-            raise RolloutError(f"{error} The end of what vLLM said:\n{self._server.last_words}") from error
+            raise RolloutError(f"{error}{self._said}") from error
 
     def _call(self, path: str, body: Any = None) -> Any:
         try:
             return self._thread.run(self._client.call(self._url, "POST", path, body or {}, _CONTROL_S)) or {}
         except ServerFailure as failure:
-            raise RolloutError(f"{failure}. The end of what vLLM said:\n{self._server.last_words}") from failure
+            raise RolloutError(f"{failure}.{self._said}") from failure
 
     def _error(self, request: Any, error: Exception) -> Exception:
         told = super()._error(request, error)
-        if isinstance(told, RolloutError) and self._server.exit_code is not None:
-            return RolloutError(f"vLLM has ended. {told} The end of what it said:\n{self._server.last_words}")
+        if isinstance(told, RolloutError) and self._server is not None and self._server.exit_code is not None:
+            return RolloutError(f"vLLM has ended. {told}{self._said}")
         return told
 
     def _routes(self, job: Job, answer: Answer, choice: Mapping[str, Any]) -> RoutedExperts | None:
@@ -212,9 +244,9 @@ class VllmRollout(RemoteRollout):
         return decode_routes(packed, self._routers, len(job.prompt) + len(answer.tokens))
 
 
-def decode_routes(packed: str, routers: RouterShape, num_tokens: int) -> RoutedExperts:
+def decode_routes(packed: str | NDArray[Any], routers: RouterShape, num_tokens: int) -> RoutedExperts:
     """From vLLM's rows for all layers, one for each token that a next one was drawn after: not for the last."""
-    rows = np.load(io.BytesIO(base64.b64decode(packed)), allow_pickle=False)
+    rows = np.load(io.BytesIO(base64.b64decode(packed)), allow_pickle=False) if isinstance(packed, str) else packed
     num_known = min(len(rows), num_tokens)
     if num_known < num_tokens - 1 or rows.shape[1] <= routers.layers[-1] or rows.shape[2] != routers.k:
         raise RolloutError(f"vLLM returned routed experts of shape {rows.shape} for {num_tokens} tokens.")
@@ -242,7 +274,7 @@ def arguments(settings: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def check_installed(python: str | None) -> None:
+def check_installed(python: str | None, *, in_process: bool = False) -> None:
     """Raise `RolloutError` where there is no vLLM in this Python; None: the one we run in."""
     look = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('vllm') else 3)"
     try:
@@ -252,9 +284,11 @@ def check_installed(python: str | None) -> None:
         code = str(error)
     if code != 0:
         where = f"of rollout.vllm.python={python}" if python is not None else "Practicum runs in"
+        wanted = ", as rollout.vllm.in_process wants it" if in_process else ""
+        other = "leave rollout.vllm.in_process at false and set" if in_process else "set"
         raise RolloutError(
-            f"vLLM is not installed in the Python {where} ({'no module vllm' if code == 3 else code}). Either "
-            "pip install 'practicum[vllm]', or install vLLM into an environment of its own and set "
+            f"vLLM is not installed in the Python {where}{wanted} ({'no module vllm' if code == 3 else code}). Either "
+            f"pip install 'practicum[vllm]', or install vLLM into an environment of its own, {other} "
             "rollout.vllm.python to its Python."
         )
 

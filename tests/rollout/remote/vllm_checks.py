@@ -1,0 +1,196 @@
+"""What the engine `vllm` must do with vLLM itself, wherever that runs: derive from `VllmChecks` and `VllmContract`."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from practicum.models import load_model
+from practicum.rollout.remote.folders import write_folder
+from practicum.rollout.remote.vllm import VllmRollout
+from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams
+from practicum.weights import WeightUpdate
+from tests.rollout.contract import EngineContract
+
+SEQUENCES = [np.arange(2, 14, dtype=np.int32), np.array([3, 9, 3, 9, 4], np.int32)]
+
+
+def save_model(folder: Path, family: str) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from practicum.demo.arithmetic import make_tokenizer
+
+    tokenizer = make_tokenizer()
+    shape: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        "pad_token_id": tokenizer.pad_token_id,
+        "initializer_range": 0.3,  # so that log-probs are far apart
+    }
+    torch.manual_seed(0)
+    if family == "llama":
+        model: Any = LlamaForCausalLM(LlamaConfig(**shape))
+    else:
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, mlp_only_layers=[], decoder_sparse_step=1))
+    model.save_pretrained(folder / family)
+    tokenizer.save_pretrained(folder / family)
+    return folder / family
+
+
+def started(path: Path, **settings: Any) -> VllmRollout:
+    options = {"enforce_eager": True}
+    engine = VllmRollout(str(path), options=options, cache_gb=1, start_timeout_s=280, **settings)
+    engine.resume()
+    return engine
+
+
+def ask(params: SamplingParams, seed: int = 0) -> RolloutRequest:
+    return RolloutRequest(Prompt(f"p{seed}", text="x"), np.arange(2, 6 + seed, dtype=np.int32), params, seed)
+
+
+def log_probs_of(model: Any, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    tokens = torch.from_numpy(ids.astype(np.int64))
+    with torch.no_grad():
+        logits = model(input_ids=tokens[None]).logits[0, :-1].float() / temperature
+    found: np.ndarray = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].numpy()
+    return found
+
+
+def gap(engine: VllmRollout, model: Any) -> float:
+    pairs = zip(engine.log_probs(SEQUENCES), SEQUENCES, strict=True)
+    return float(max(np.abs(found - log_probs_of(model, ids)).max() for found, ids in pairs))
+
+
+def answer_gap(sample: Sample, model: Any, temperature: float) -> float:
+    ids = np.concatenate([sample.prompt_ids, sample.token_ids])
+    expected = log_probs_of(model, ids, temperature)[len(sample.prompt_ids) - 1 :]
+    return float(np.abs(sample.log_probs - expected).max())
+
+
+def check_routes(path: Path, **settings: Any) -> None:
+    """That routed experts are those of transformers."""
+    model = load_model(str(path)).eval()
+    engine = started(path, keep_routes=True, **settings)
+    try:
+        samples = engine.generate([ask(SamplingParams(6, num_answers=2, ignore_eos=True), seed) for seed in range(2)])
+    finally:
+        engine.close()
+    chosen: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda module, inputs, output: chosen.append(output[2]))
+    for sample in samples:
+        chosen.clear()
+        assert answer_gap(sample, model, 1.0) < 5e-5
+        assert sample.routes is not None
+        assert sample.routes.known.tolist() == [True] * (sample.num_tokens - 1) + [False]
+        expected = torch.stack(chosen, 1).sort(-1).values.numpy()
+        assert np.array_equal(np.sort(sample.routes.experts, -1)[:-1], expected[: sample.num_tokens - 1])
+
+
+class VllmContract(EngineContract):
+    draws_like_us = False
+    where: dict[str, Any]
+    """Settings that say where vLLM runs."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls, tiny_model: Path) -> Iterator[VllmRollout]:
+        engine = started(tiny_model, **cls.where)
+        yield engine
+        engine.close()
+
+
+class VllmChecks:
+    where: dict[str, Any]
+
+    @pytest.fixture(scope="class", params=["llama", "qwen3_moe"])
+    @classmethod
+    def real(
+        cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[tuple[VllmRollout, Any]]:
+        path = save_model(tmp_path_factory.mktemp("vllm"), request.param)
+        engine = started(path, **cls.where)
+        yield engine, load_model(str(path)).eval()
+        engine.close()
+
+    @pytest.mark.parametrize(
+        "drawing",
+        [{}, {"temperature": 0.0}, {"temperature": 0.6}, {"temperature": 0.6, "top_k": 3}, {"top_p": 0.7}],
+        ids=str,
+    )
+    def test_log_probs_equal_those_of_transformers(
+        self, real: tuple[VllmRollout, Any], drawing: dict[str, Any]
+    ) -> None:
+        engine, model = real
+        params = SamplingParams(24, num_answers=4, **drawing)
+        samples = engine.generate([ask(params, seed) for seed in range(4)])
+        assert max(answer_gap(sample, model, params.temperature or 1.0) for sample in samples) < 5e-5
+        again = engine.generate([ask(params, seed) for seed in range(4)])
+        assert [s.token_ids.tolist() for s in again] == [s.token_ids.tolist() for s in samples]
+
+    def test_greedy_answers_equal_those_of_generate(self, real: tuple[VllmRollout, Any]) -> None:
+        engine, model = real
+        for sample in engine.generate([ask(SamplingParams(16, 0.0), seed) for seed in range(4)]):
+            ids = torch.from_numpy(sample.prompt_ids.astype(np.int64))[None]
+            expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+            assert sample.token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
+
+    def test_stops_and_what_is_left_of_an_abort(self, real: tuple[VllmRollout, Any]) -> None:
+        engine, model = real
+        free = SamplingParams(24, 0.0, ignore_eos=True)
+        (whole,) = engine.generate([ask(free)])
+        token = int(whole.token_ids[5])
+        first = whole.token_ids.tolist().index(token)
+        (cut,) = engine.generate([ask(SamplingParams(24, 0.0, ignore_eos=True, stop_token_ids=(token,)))])
+        assert cut.finish_reason == "stop" and cut.token_ids.tolist() == whole.token_ids[: first + 1].tolist()
+        stop = whole.text[:3]
+        (text,) = engine.generate([ask(SamplingParams(24, 0.0, ignore_eos=True, stop=(stop,)))])
+        assert text.finish_reason == "stop" and text.text.endswith(stop) and len(text.token_ids) < 24
+
+        long = ask(SamplingParams(200, 0.0, ignore_eos=True))
+        threading.Timer(0.5, engine.abort).start()
+        (part,) = engine.generate([long])
+        assert part.finish_reason in ("abort", "length")
+        (rest,) = engine.generate([long.going_on(0, part)])
+        assert len(rest.token_ids) == 200 and answer_gap(rest, model, 1.0) < 5e-5
+        assert rest.token_ids[: len(part.token_ids)].tolist() == part.token_ids.tolist()
+
+    def test_new_weights_are_the_trainers_also_where_vllms_own_reload_is_wrong(
+        self, real: tuple[VllmRollout, Any], tmp_path: Path
+    ) -> None:
+        engine, model = real
+        other = copy.deepcopy(model)
+        torch.manual_seed(5)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        assert gap(engine, model) < 5e-5 < 0.1 < gap(engine, other)
+        write_folder(tmp_path, engine._path, other.named_parameters())
+        engine._call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}})
+        is_moe = "moe" in model.config.model_type
+        # If the first of these fails, vLLM has mended it and `vllm_worker` need not.
+        assert (gap(engine, other) > 0.1) == is_moe
+        for version, weights in ((3, other), (4, model), (5, other), (6, model)):
+            engine.update_weights(WeightUpdate(version, weights.named_parameters(), shared=False))
+            assert gap(engine, weights) < 5e-5
+            (sample,) = engine.generate([ask(SamplingParams(12, 0.0, ignore_eos=True))])
+            assert answer_gap(sample, weights, 1.0) < 5e-5 and set(sample.versions.tolist()) == {version}
+        engine.release()
+        engine.resume()
+        assert gap(engine, model) < 5e-5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from practicum.models import load_model
+from practicum.rollout.inbox import Inbox, Ticket
 from practicum.rollout.remote.folders import write_folder
 from practicum.rollout.remote.vllm import VllmRollout
 from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams
@@ -164,9 +164,11 @@ class VllmChecks:
         assert text.finish_reason == "stop" and text.text.endswith(stop) and len(text.token_ids) < 24
 
         long = ask(SamplingParams(200, 0.0, ignore_eos=True))
-        threading.Timer(0.5, engine.abort).start()
-        (part,) = engine.generate([long])
-        assert part.finish_reason in ("abort", "length")
+        inbox, found = Inbox(), list[Sample]()
+        assert inbox.put(Ticket(long, lambda _, sample: found.append(sample), lambda *tokens: inbox.abort()))
+        engine.write(inbox)
+        (part,) = found
+        assert part.finish_reason == "abort" and 0 < len(part.token_ids) < 200
         (rest,) = engine.generate([long.going_on(0, part)])
         assert len(rest.token_ids) == 200 and answer_gap(rest, model, 1.0) < 5e-5
         assert rest.token_ids[: len(part.token_ids)].tolist() == part.token_ids.tolist()

@@ -161,8 +161,6 @@ class LocalVllm:
     async def _order(self, server: str, order: Order) -> Any:
         try:
             return await asyncio.wrap_future(self._put(order))
-        except (ValueError, TypeError) as error:  # how vLLM says that it was asked for nonsense
-            raise ServerFailure(server, f"refused: {error}", may_pass=False, status=400) from error
         except Exception as error:
             raise ServerFailure(server, f"failed: {error!r}", may_pass=False) from error
 

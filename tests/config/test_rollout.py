@@ -28,6 +28,8 @@ def test_several_turns_are_set_by_tools_or_an_environment() -> None:
         ({"engine": "vllm"}, "rollout.engine=vllm does not live in the trainer's processes and cannot be hybrid"),
         ({"engine": "openai"}, "set rollout.placement=standalone"),
         ({"engine": "openai", "placement": "standalone"}, "needs rollout.openai.servers"),
+        ({"vllm": {"in_process": True, "python": "/opt/vllm/bin/python"}}, "set python or in_process, not both"),
+        ({"vllm": {"in_process": True, "tensor_parallel": 2}}, "takes several processes"),
         ({"replicas": 2}, "rollout.replicas is for colocated and standalone placement"),
         ({"stop": [""]}, "an empty text would end every answer at once"),
         ({"cache_gb": 0}, "greater than 0"),

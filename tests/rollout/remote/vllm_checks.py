@@ -83,6 +83,14 @@ def answer_gap(sample: Sample, model: Any, temperature: float) -> float:
     return float(np.abs(sample.log_probs - expected).max())
 
 
+def broken_off(engine: VllmRollout, request: RolloutRequest) -> Sample:
+    """As soon as its first token is there."""
+    inbox, found = Inbox(), list[Sample]()
+    assert inbox.put(Ticket(request, lambda _, sample: found.append(sample), lambda *tokens: inbox.abort()))
+    engine.write(inbox)
+    return found[0]
+
+
 def check_routes(path: Path, **settings: Any) -> None:
     """That routed experts are those of transformers."""
     model = load_model(str(path)).eval()
@@ -164,11 +172,9 @@ class VllmChecks:
         assert text.finish_reason == "stop" and text.text.endswith(stop) and len(text.token_ids) < 24
 
         long = ask(SamplingParams(200, 0.0, ignore_eos=True))
-        inbox, found = Inbox(), list[Sample]()
-        assert inbox.put(Ticket(long, lambda _, sample: found.append(sample), lambda *tokens: inbox.abort()))
-        engine.write(inbox)
-        (part,) = found
-        assert part.finish_reason == "abort" and 0 < len(part.token_ids) < 200
+        parts = (broken_off(engine, long) for _ in range(10))  # on a busy machine vLLM may be done before we hear of it
+        part = next(part for part in parts if part.finish_reason == "abort")
+        assert 0 < len(part.token_ids) < 200
         (rest,) = engine.generate([long.going_on(0, part)])
         assert len(rest.token_ids) == 200 and answer_gap(rest, model, 1.0) < 5e-5
         assert rest.token_ids[: len(part.token_ids)].tolist() == part.token_ids.tolist()

@@ -32,7 +32,11 @@ def test_what_is_prepared_is_a_model_and_problems_to_practise_and_to_hold_out(fo
 
 @pytest.mark.parametrize(
     ("name", "metric"),
-    [("ppo-arithmetic", "critic/loss"), ("dapo-arithmetic", "rollout/renewed_prompts")],
+    [
+        ("ppo-arithmetic", "critic/loss"),
+        ("dapo-arithmetic", "rollout/renewed_prompts"),
+        ("moe-r3", "replay/kl_without"),
+    ],
 )
 def test_a_recipe_runs_as_it_is(name: str, metric: str, folder: Path, tmp_path: Path) -> None:
     where = [

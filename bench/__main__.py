@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import controller, grpo, replay, reward, rollout, router
+from bench import controller, grpo, replay, reward, rollout, router, soak
 from bench.harness import ROOT, BenchError, Options, Outcome, UsageError, environment, print_table, write_json
 
 BENCHMARKS: dict[str, Callable[[Options], Outcome]] = {
@@ -19,6 +19,7 @@ BENCHMARKS: dict[str, Callable[[Options], Outcome]] = {
     "reward": reward.run,
     "rollout": rollout.run,
     "replay": replay.run,
+    "soak": soak.run,
 }
 TAKE_ARGUMENTS = {"router"}  # for our side, with --ours
 RESULTS = ROOT / "bench" / "results"

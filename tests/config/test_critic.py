@@ -21,9 +21,10 @@ def test_the_actor_learns_in_some_step() -> None:
 
 
 def test_processes_of_its_own_need_ray() -> None:
-    assert load(GAE, "critic.placement=colocated").critic.placement == "colocated"
-    with pytest.raises(ConfigError, match=r"critic\.placement=colocated needs processes of its own"):
-        load(GAE, "critic.placement=colocated", "controller.backend=local")
+    for placement in ("colocated", "standalone"):
+        assert load(GAE, f"critic.placement={placement}").critic.placement == placement
+        with pytest.raises(ConfigError, match=rf"critic\.placement={placement} needs processes of its own"):
+            load(GAE, f"critic.placement={placement}", "controller.backend=local")
 
 
 def test_a_recording_has_nothing_for_a_critic() -> None:

@@ -12,8 +12,9 @@ from practicum.config.base import Section
 class CriticConfig(Section):
     path: str | None = Field(default=None, min_length=1)
     """The model whose body the critic starts from, a folder or a hub name. None: model.path."""
-    placement: Literal["hybrid", "colocated"] = "hybrid"
-    """hybrid: in the actor's processes. colocated: in processes of its own on the same places."""
+    placement: Literal["hybrid", "colocated", "standalone"] = "hybrid"
+    """hybrid: in the actor's processes. colocated: in processes of its own on the same places.
+    standalone: on places of its own, as many as trainer.num_workers."""
     lr: float = Field(default=1e-5, gt=0)
     """AdamW's learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)

@@ -238,10 +238,10 @@ class Config(Section):
                 "actor.router_replay.replay_file: a recording holds no values for a critic to learn from, which "
                 f"algorithm.advantage={self.algorithm.advantage} needs"
             )
-        elif self.critic.placement == "colocated" and self.controller.backend == "local":
+        elif self.critic.placement != "hybrid" and self.controller.backend == "local":
             raise ValueError(
-                "critic.placement=colocated needs processes of its own, and controller.backend=local has one for all: "
-                "set one of them otherwise"
+                f"critic.placement={self.critic.placement} needs processes of its own, and controller.backend=local "
+                "has one for all: set one of them otherwise"
             )
         elif self.critic.warmup_steps >= self.trainer.steps:
             raise ValueError(

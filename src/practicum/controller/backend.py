@@ -32,14 +32,23 @@ class Controller:
         self._call_timeout_s = call_timeout_s
         self._groups: list[WorkerGroup[Worker]] = []
 
-    def group(self, packed: RayClassWithInitArgs[W], *, name: str, use_gpu: bool | None = None) -> WorkerGroup[W]:
-        """`use_gpu=False` keeps a group off the pool's accelerators; None takes a share where the pool has them."""
+    def group(
+        self,
+        packed: RayClassWithInitArgs[W],
+        *,
+        name: str,
+        use_gpu: bool | None = None,
+        pool: RayResourcePool | None = None,
+    ) -> WorkerGroup[W]:
+        """On another `pool` if one is given. `use_gpu=False` keeps a group off the pool's accelerators; None takes a
+        share where the pool has them."""
         group: WorkerGroup[W]
-        if self.pool is None:
+        pool = pool or self.pool
+        if pool is None:
             group = LocalWorkerGroup(packed, name=name, timeout_s=self._call_timeout_s)
         else:
             group = RayWorkerGroup(
-                self.pool,
+                pool,
                 packed,
                 name=name,
                 use_gpu=use_gpu,

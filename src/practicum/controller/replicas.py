@@ -37,12 +37,18 @@ def num_replicas(wanted: int | Literal["auto"], pool: RayResourcePool | None, wh
 
 @contextmanager
 def places_beside(
-    controller: Controller, wanted: int | Literal["auto"], *, key: str, gpus_each: int = 1, num_spared: int = 0
+    controller: Controller,
+    wanted: int | Literal["auto"],
+    *,
+    key: str,
+    num_key: str = "replicas",
+    gpus_each: int = 1,
+    num_spared: int = 0,
 ) -> Iterator[RayResourcePool]:
     """A pool beside the controller's, of what nobody uses, with `gpus_each` GPUs a place where the controller has GPUs.
 
     `auto` takes all of it but the `num_spared` that others will ask for; on CPUs one place, since a single copy uses
-    all of its machine's cores. `key` names the setting in messages.
+    all of its machine's cores. `key` and `num_key` name the settings in messages: where, and how many.
     """
     scarce = "GPU" if controller.uses_gpu else "CPU"
     each = gpus_each if controller.uses_gpu else 1
@@ -52,9 +58,9 @@ def places_beside(
     if not 1 <= num <= free:
         sets = "" if each == 1 else f" in sets of {each}"
         raise ResourceError(
-            f"{key}=standalone needs {scarce}s{sets} beside the trainer's for its replicas "
-            f"(replicas: {wanted}), and so many are free: {free}. "
-            f"{'Ask for fewer replicas' if free else 'Lower trainer.num_workers'}, or use colocated."
+            f"{key}=standalone needs {scarce}s{sets} beside the trainer's "
+            f"({num_key}: {wanted}), and so many are free: {free}. "
+            f"Lower {num_key if free else 'trainer.num_workers'}, or use colocated."
         )
     more = {"GPU": float(each)} if controller.uses_gpu else {}
     # One ground each: on any node that has room.

@@ -64,7 +64,8 @@ def _learner(config: Config) -> str:
 
 
 def _critics(config: Config) -> list[str]:
-    return ["critics:  in the same pool, in processes of their own"] if config.critic.placement == "colocated" else []
+    where = {"colocated": "in the same pool, in processes of their own", "standalone": "on places of their own"}
+    return [] if config.critic.placement == "hybrid" else [f"critics:  {where[config.critic.placement]}"]
 
 
 def _writers(config: Config, device: str) -> list[str]:

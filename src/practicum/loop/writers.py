@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from practicum.adapters import LoraSettings, find_targets
 from practicum.algo import Objective
 from practicum.config import AlgorithmConfig, Config
-from practicum.controller import Controller, FusedWorker, RayClassWithInitArgs, WorkerGroup
+from practicum.controller import Controller, FusedWorker, RayClassWithInitArgs, WorkerGroup, places_beside
 from practicum.errors import RolloutError
 from practicum.models import absolute, empty_model, num_cores, resolve_device
 from practicum.replay import ReplaySettings
@@ -41,11 +41,8 @@ def open_learners(
     roles: dict[str, RayClassWithInitArgs[Any]] = {
         "actor": RayClassWithInitArgs(ActorWorker, actor_settings(config, model_path, device))
     }
-    critics: WorkerGroup[CriticWorker] | None = None
-    if config.algorithm.needs_critic and config.critic.placement == "colocated":
-        packed = RayClassWithInitArgs(CriticWorker, critic_settings(config, device))
-        critics = controller.group(packed, name="critics")
-    elif config.algorithm.needs_critic:
+    has_critic = config.algorithm.needs_critic
+    if has_critic and config.critic.placement == "hybrid":
         roles["critic"] = RayClassWithInitArgs(CriticWorker, critic_settings(config, device))
     engine = EngineSettings.of(
         config.rollout,
@@ -73,8 +70,12 @@ def open_learners(
         )
     fused = controller.group(RayClassWithInitArgs(FusedWorker, **roles), name="learners")
     actors = fused.role("actor", ActorWorker)
-    critics = fused.role("critic", CriticWorker) if "critic" in roles else critics
     with ExitStack() as stack:
+        critics: WorkerGroup[CriticWorker] | None = None
+        if "critic" in roles:
+            critics = fused.role("critic", CriticWorker)
+        elif has_critic:
+            critics = stack.enter_context(_critics_apart(config, controller, device))
         if "rollout" in roles:
             manager = stack.enter_context(hybrid_manager(fused.role("rollout", RolloutWorker), settings))
         else:
@@ -82,6 +83,19 @@ def open_learners(
             weights = ActorWeights(actors, config.model.dtype, config.controller.call_timeout_s)
             manager = stack.enter_context(open_replicas(config.rollout, controller, engine, weights, settings))
         yield actors, critics, manager
+
+
+@contextmanager
+def _critics_apart(config: Config, controller: Controller, device: str) -> Iterator[WorkerGroup[CriticWorker]]:
+    """In processes of their own, on the trainer's places or on as many beside them."""
+    packed = RayClassWithInitArgs(CriticWorker, critic_settings(config, device))
+    with ExitStack() as stack:
+        pool = None
+        if config.critic.placement == "standalone":
+            num = config.trainer.num_workers
+            beside = places_beside(controller, num, key="critic.placement", num_key="trainer.num_workers")
+            pool = stack.enter_context(beside)
+        yield stack.enter_context(controller.group(packed, name="critics", pool=pool))
 
 
 def open_actors(config: Config, controller: Controller, model_path: str) -> WorkerGroup[ActorWorker]:
@@ -111,7 +125,8 @@ def writer_problems(config: Config) -> list[str]:
     if not is_local and not joins:
         on_gpus = resolve_device(config.trainer.device).type == "cuda"
         unit, there = ("GPU", torch.cuda.device_count()) if on_gpus else ("CPU", os.cpu_count() or num_cores())
-        num_free = there - config.trainer.num_workers - (_num_spared(config) if on_gpus else 0)
+        apart = config.trainer.num_workers if config.critic.placement == "standalone" else 0
+        num_free = there - config.trainer.num_workers - apart - (_num_spared(config) if on_gpus else 0)
     num_places = 1 if is_local else config.trainer.num_workers
     return [
         *engine_problems(config.rollout, runs_here=not joins),

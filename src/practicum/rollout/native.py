@@ -12,7 +12,6 @@ with what else is in the batch. In hybrid placement the modules' parameters are 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakMethod
@@ -22,28 +21,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from practicum.errors import RolloutError
-from practicum.replay import RouteRecorder
-from practicum.rollout.answers import Ending, sample_of, untouched, written_ids
+from practicum.rollout.answers import written_ids
+from practicum.rollout.continuous import ContinuousRollout
 from practicum.rollout.cpu import speed_up
 from practicum.rollout.inbox import Inbox
 from practicum.rollout.kernels import load_kernels
 from practicum.rollout.kv_cache import Decode, KVCache, Prompts, rounded
 from practicum.rollout.lean import LeanStep
-from practicum.rollout.own_model import OwnModelRollout
 from practicum.rollout.rows import Pending, Row
 from practicum.rollout.sampling import draw_each
 from practicum.rollout.sleeping import free_bytes, keep_freed_memory
-from practicum.types import FinishReason, RolloutRequest, RoutedExperts
+from practicum.types import FinishReason, RolloutRequest
 from practicum.weights import WeightUpdate
 
-_WAIT_S = 0.5
 _PREFILL_TOKENS = 8192  # in one pass, so that rows under way do not wait for long
 _CACHE_SHARE = 1 / 3
 _AGREES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
-class NativeRollout(OwnModelRollout):
+class NativeRollout(ContinuousRollout):
     """`cache_gb` bounds the memory for keys and values; None: a third of what is free when it is first needed."""
 
     def __init__(
@@ -57,8 +53,14 @@ class NativeRollout(OwnModelRollout):
         keep_routes: bool = False,
         stays_loaded: bool = False,
     ) -> None:
-        super().__init__(model_path, device=device, dtype=dtype, stays_loaded=stays_loaded)
-        self._max_batch = max_batch
+        super().__init__(
+            model_path,
+            device=device,
+            dtype=dtype,
+            max_batch=max_batch,
+            keep_routes=keep_routes,
+            stays_loaded=stays_loaded,
+        )
         self._cache_gb = cache_gb
         self._cache_bytes = None if cache_gb is None else int(cache_gb * 1e9)
         self._kernels = load_kernels() if device.type == "cpu" and dtype == torch.float32 else None
@@ -66,11 +68,6 @@ class NativeRollout(OwnModelRollout):
         self._lean: LeanStep | None = None
         if device.type == "cpu" and not stays_loaded:  # a trainer beside it has memory of its own to care for
             keep_freed_memory()
-        self._pending: deque[Pending] = deque()
-        self._rows: list[Row] = []  # row i of the cache belongs to row i here
-        self._recorder: RouteRecorder | None = None
-        if keep_routes:
-            self._recorder = RouteRecorder(self._model)
         self._adopt()
 
     def release(self) -> None:
@@ -83,18 +80,13 @@ class NativeRollout(OwnModelRollout):
 
     def close(self) -> None:
         self._cache.clear()
-        if self._recorder is not None:
-            self._recorder.close()
         super().close()
 
     def check(self, request: RolloutRequest) -> None:
         super().check(request)
         needed = (len(request.prompt_ids) + request.params.max_new_tokens) * self._bytes_per_token
         if self._cache_gb is not None and needed > self._cache_gb * 1e9:
-            raise RolloutError(
-                f"prompt {request.prompt.id} and its answer may take {needed / 1e9:.3g} GB of keys and values, more "
-                f"than rollout.cache_gb={self._cache_gb:g}: raise it, or lower rollout.max_new_tokens."
-            )
+            raise self._too_large(f"prompt {request.prompt.id} and its answer", needed, self._cache_gb)
 
     def write(self, inbox: Inbox) -> None:
         assert self._awake, "generate before resume"
@@ -114,22 +106,6 @@ class NativeRollout(OwnModelRollout):
             self._rows.clear()
 
     # Steps
-
-    def _take_in(self, inbox: Inbox) -> None:
-        is_idle = not (self._rows or self._pending)
-        room = self._max_batch - len(self._rows) - len(self._pending)
-        if is_idle or room > 0:
-            for ticket in inbox.take(max(1, room), _WAIT_S if is_idle else 0.0):
-                self._pending.append(Pending(ticket, Ending(ticket.request.params, self.eos_ids, self._tokenizer)))
-
-    def _break_off(self, inbox: Inbox) -> None:
-        for index in reversed(range(len(self._rows))):
-            if inbox.is_aborted or self._rows[index].ticket.is_cancelled:
-                self._end(index, "abort")
-        for pending in [p for p in self._pending if inbox.is_aborted or p.ticket.is_cancelled]:
-            self._pending.remove(pending)
-            for answer in range(pending.next_answer, pending.ticket.request.params.num_answers):
-                pending.ticket.done(answer, untouched(pending.ticket.request))
 
     def _admit(self) -> None:
         """Prompts whose answers find room: so many tokens between two steps of those under way."""
@@ -211,28 +187,7 @@ class NativeRollout(OwnModelRollout):
         if row is not last:
             self._cache.copy(len(self._rows), index, last.length)
             self._rows[index] = last
-        row.ticket.done(
-            row.answer,
-            sample_of(
-                row.ticket.request,
-                np.array(row.tokens, np.int32),
-                np.array(row.log_probs, np.float32),
-                self._version,
-                reason,
-                self._tokenizer,
-                self._routes_of(row),
-            ),
-        )
-
-    def _routes_of(self, row: Row) -> RoutedExperts | None:
-        if self._recorder is None:
-            return None
-        experts = np.concatenate(row.routes)
-        known = np.ones(row.length, np.bool_)
-        known[len(experts) :] = False  # the last token was drawn and has been through no layer
-        blank = np.zeros((row.length - len(experts), *experts.shape[1:]), experts.dtype)
-        shape = self._recorder.shape
-        return RoutedExperts(np.concatenate([experts, blank]), shape.layers, known, shape.num_experts)
+        self._tell(row, reason)
 
     def _forward(
         self,
@@ -334,13 +289,6 @@ class NativeRollout(OwnModelRollout):
             step = Decode(torch.from_numpy(positions), at + 1)
             parts.append(self._forward(ids[positions][:, None], positions[:, None], step)[0])
         return torch.cat(parts).float().log_softmax(-1)
-
-    def _unsupported(self, why: str) -> RolloutError:
-        family = self._model.config.model_type
-        return RolloutError(
-            f"the native engine does not support the model family {family!r} of {self._path!r} ({why}). "
-            "Set rollout.engine=hf, which runs every causal model of transformers."
-        )
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

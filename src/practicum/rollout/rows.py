@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
-from practicum.rollout.answers import Ending
+from practicum.rollout.answers import Ending, written_ids
 from practicum.rollout.inbox import Ticket
 from practicum.rollout.sampling import uniforms
 from practicum.types import FinishReason
@@ -54,12 +55,22 @@ class Row:
         self.routes: list[NDArray[Any]] = []
         self._ending = ending
         self._before: list[int] = [] if request.written is None else request.written.token_ids.tolist()
-        seed = (request.seed, request.first_answer + answer)
-        self._noise: list[float] = uniforms([seed], request.params.max_new_tokens)[0].tolist()
+        self._noise: list[float] | None = None
+
+    @property
+    def seed(self) -> tuple[int, int]:
+        """Of its random numbers, which are its own."""
+        return self.ticket.request.seed, self.ticket.request.first_answer + self.answer
 
     def uniform(self) -> float:
         """The random number of the next token."""
+        if self._noise is None:
+            self._noise = uniforms([self.seed], self.ticket.request.params.max_new_tokens)[0].tolist()
         return self._noise[len(self._before) + len(self.tokens)]
+
+    def ids(self) -> NDArray[np.int32]:
+        """Prompt and answer so far."""
+        return np.concatenate([written_ids(self.ticket.request), np.array(self.tokens, np.int32)])
 
     def push(self, token: int, log_prob: float) -> FinishReason | None:
         """Why the answer ends with it; None if it does not."""

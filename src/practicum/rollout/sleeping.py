@@ -96,6 +96,29 @@ class _Origin(ABC):
     def fill(self, tensors: Mapping[str, Tensor]) -> None: ...
 
 
+class PinnedBytes:
+    """Host memory that a device reads and writes at full speed."""
+
+    def __init__(self, num_bytes: int) -> None:
+        sizes = [min(_CHUNK_BYTES, num_bytes - start) for start in range(0, num_bytes, _CHUNK_BYTES)]
+        self._chunks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+        self.num_bytes = num_bytes
+
+    def write(self, start: int, data: Tensor) -> None:
+        """Bytes from anywhere to here; when this returns they are here."""
+        while len(data):
+            chunk, at = divmod(start, _CHUNK_BYTES)
+            piece = data[: _CHUNK_BYTES - at]
+            self._chunks[chunk][at : at + len(piece)] = piece
+            start, data = start + len(piece), data[len(piece) :]
+
+    def fill(self, block: Tensor) -> None:
+        """So many bytes of a device; when this returns they are there."""
+        for part, chunk in zip(block[: self.num_bytes].split(_CHUNK_BYTES), self._chunks, strict=True):
+            part.copy_(chunk, non_blocking=True)
+        torch.cuda.synchronize(block.device)
+
+
 class _PinnedCopy(_Origin):
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self._device = device
@@ -104,26 +127,16 @@ class _PinnedCopy(_Origin):
         for name, tensor in tensors.items():
             self._spans[name] = (size, tensor.dtype, tensor.shape)
             size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        sizes = [min(_CHUNK_BYTES, size - start) for start in range(0, size, _CHUNK_BYTES)]
-        self._chunks = [torch.empty(chunk, dtype=torch.uint8, pin_memory=True) for chunk in sizes]
+        self._kept = PinnedBytes(size)
         for name, tensor in tensors.items():
-            self._write(self._spans[name][0], tensor.detach().contiguous().flatten().view(torch.uint8))
+            self._kept.write(self._spans[name][0], tensor.detach().contiguous().flatten().view(torch.uint8))
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        block = torch.empty(sum(map(len, self._chunks)), dtype=torch.uint8, device=self._device)
-        for part, chunk in zip(block.split(_CHUNK_BYTES), self._chunks, strict=True):
-            part.copy_(chunk, non_blocking=True)
-        torch.cuda.synchronize(self._device)
+        block = torch.empty(self._kept.num_bytes, dtype=torch.uint8, device=self._device)
+        self._kept.fill(block)
         for name, tensor in tensors.items():
             start, dtype, shape = self._spans[name]
             tensor.data = block[start : start + dtype.itemsize * shape.numel()].view(dtype).view(shape)
-
-    def _write(self, start: int, data: Tensor) -> None:
-        while len(data):
-            chunk, at = divmod(start, _CHUNK_BYTES)
-            piece = data[: _CHUNK_BYTES - at]
-            self._chunks[chunk][at : at + len(piece)] = piece
-            start, data = start + len(piece), data[len(piece) :]
 
 
 class _Files(_Origin):

@@ -1,0 +1,1 @@
+"""The native engine's way on a CUDA device."""

@@ -1,0 +1,226 @@
+"""Attention of a decoding step over keys and values in pages, as Triton kernels.
+
+    place     a layer's queries, keys and values of new tokens: normed, rotated, keys and values to their pages
+    attend    one new token a row to all that its row holds; over long contexts by several programs a head
+              ▼ (their parts, where there are several)
+    combine   the parts of a head to one
+
+A page holds so many tokens of one sequence, [kv heads, tokens, width]; a row's table names its pages in order. Rows are
+named by the slots in which they are kept, so that nothing moves when one ends.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PAGE = 64
+WIDTHS = (16, 32, 64, 128, 256)
+"""Of heads that the kernels know."""
+_LEAST_GROUP = 16  # rows of a matrix unit's tile
+
+
+@triton.jit
+def _place(  # type: ignore[no-untyped-def]
+    query, key, value, query_norm, key_norm, cosines, sines, slots, positions, tables, pages, out_query, out_key,
+    query_stride, key_stride, value_stride, table_stride, page_stride, value_offset, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr, KEEPS: tl.constexpr, GIVES_KEYS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    half: tl.constexpr = WIDTH // 2
+    at = tl.arange(0, half)[None, :]
+    is_query = head < HEADS
+    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    is_value = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
+    kv_head = tl.where(is_key, head - HEADS, head - HEADS - KV_HEADS)
+    source = tl.where(
+        is_query, query + token * query_stride + head * WIDTH,
+        tl.where(
+            is_key, key + token * key_stride + kv_head * WIDTH, value + token * value_stride + kv_head * WIDTH
+        ),
+    )  # fmt: skip
+    is_there = is_query | is_key | is_value
+    stored = tl.load(source + at, mask=is_there, other=0.0), tl.load(source + half + at, mask=is_there, other=0.0)
+    first, second = stored[0].to(tl.float32), stored[1].to(tl.float32)
+    kind = query.dtype.element_ty
+    if HAS_NORM:
+        square = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        scale = tl.rsqrt(square / WIDTH + eps)[:, None]
+        norm = tl.where(is_query, query_norm + at, key_norm + at)
+        is_normed = is_query | is_key
+        # In two roundings, as transformers does it.
+        first_norm = tl.load(norm, mask=is_normed, other=1.0).to(tl.float32)
+        second_norm = tl.load(norm + half, mask=is_normed, other=1.0).to(tl.float32)
+        normed_first = (first * scale).to(kind).to(tl.float32) * first_norm
+        normed_second = (second * scale).to(kind).to(tl.float32) * second_norm
+        first = tl.where(is_normed, normed_first.to(kind).to(tl.float32), first)
+        second = tl.where(is_normed, normed_second.to(kind).to(tl.float32), second)
+    angle = token * WIDTH + at
+    turned_first = first * tl.load(cosines + angle) - second * tl.load(sines + angle)
+    turned_second = second * tl.load(cosines + angle + half) + first * tl.load(sines + angle + half)
+    turns = is_query | is_key
+    first = tl.where(turns, turned_first, first).to(kind)
+    second = tl.where(turns, turned_second, second).to(kind)
+    out = out_query + (token * HEADS + head) * WIDTH + at
+    tl.store(out, first, mask=is_query)
+    tl.store(out + half, second, mask=is_query)
+    if GIVES_KEYS:
+        out = out_key + (token * KV_HEADS + kv_head) * WIDTH + at
+        tl.store(out, first, mask=is_key)
+        tl.store(out + half, second, mask=is_key)
+    if KEEPS:
+        position = tl.load(positions + token)
+        slot = tl.load(slots + token).to(tl.int64)
+        page = tl.load(tables + slot * table_stride + position // PAGE).to(tl.int64)
+        place = page * page_stride + kv_head * (PAGE * WIDTH) + (position % PAGE) * WIDTH + at
+        place += tl.where(is_value, value_offset, 0)
+        tl.store(pages + place, first, mask=is_key | is_value)
+        tl.store(pages + place + half, second, mask=is_key | is_value)
+
+
+def place(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    angles: tuple[Tensor, Tensor],
+    slots: Tensor,
+    positions: Tensor,
+    tables: Tensor | None,
+    pages: Tensor | None,
+    gives_keys: bool,
+) -> tuple[Tensor, Tensor]:
+    """Queries [tokens, heads, width] and keys, from projections [tokens, heads, width] each and angles [tokens, width].
+
+    Keys and values are kept in `pages` [pages, 2, kv heads, PAGE, width], where there are any, at the `positions` of
+    the rows in `slots`. Keys are given where they are asked for.
+    """
+    tokens, heads, width = query.shape
+    kv_heads = key.shape[1]
+    out_query = torch.empty((tokens, heads, width), dtype=query.dtype, device=query.device)
+    out_key = (
+        torch.empty((tokens, kv_heads, width), dtype=query.dtype, device=query.device) if gives_keys else out_query
+    )
+    block = 8
+    unused = query
+    _place[(tokens, triton.cdiv(heads + 2 * kv_heads, block))](
+        query, key, value, *(norms or (unused, unused)), *angles, slots, positions,
+        slots if tables is None else tables, unused if pages is None else pages, out_query, out_key,
+        query.stride(0), key.stride(0), value.stride(0), 0 if tables is None else tables.stride(0),
+        0 if pages is None else pages.stride(0), 0 if pages is None else pages.stride(1), eps,
+        heads, kv_heads, width, PAGE, block, norms is not None, pages is not None, gives_keys, num_warps=4,
+    )  # fmt: skip
+    return out_query, out_key
+
+
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    query, pages, page_stride, value_offset, slots, positions, tables, table_stride, out, parts, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    slot = tl.load(slots + row).to(tl.int64)
+    length = tl.load(positions + slot) + 1
+    table = tables + slot * table_stride
+    each: tl.constexpr = HEADS // KV_HEADS
+    member = tl.arange(0, GROUP)
+    width = tl.arange(0, WIDTH)
+    column = tl.arange(0, BLOCK)
+    heads = kv_head * each + member
+    is_head = (member < each)[:, None]
+    asked = tl.load(query + (row * HEADS + heads)[:, None] * WIDTH + width[None, :], mask=is_head, other=0.0)
+    scale *= 1.4426950408889634  # for powers of two instead of e
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    num_blocks = tl.cdiv(length, BLOCK) - first // BLOCK
+    share = tl.cdiv(num_blocks, SPLITS)
+    start = (first // BLOCK + split * share) * BLOCK
+    end = tl.minimum(start + share * BLOCK, length)
+    largest = tl.full([GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    sums = tl.zeros([GROUP, WIDTH], tl.float32)
+    for begin in range(start, end, BLOCK):
+        page = tl.load(table + begin // PAGE).to(tl.int64)
+        base = page * page_stride + kv_head * (PAGE * WIDTH) + (begin % PAGE) * WIDTH
+        at = base + column[:, None] * WIDTH + width[None, :]
+        place = begin + column
+        is_seen = place < length
+        if WINDOW > 0:
+            is_seen = is_seen & (place >= first)
+        keys = tl.load(pages + at)
+        scores = tl.dot(asked, tl.trans(keys), input_precision=PRECISION) * scale
+        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        values = tl.load(pages + value_offset + at, mask=is_seen[:, None], other=0.0)
+        now = tl.maximum(largest, tl.max(scores, 1))
+        shrunk = tl.exp2(largest - now)
+        weights = tl.exp2(scores - now[:, None])
+        total = total * shrunk + tl.sum(weights, 1)
+        sums = sums * shrunk[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+        largest = now
+    if SPLITS == 1:
+        target = out + (row * HEADS + heads)[:, None] * WIDTH + width[None, :]
+        tl.store(target, (sums / total[:, None]).to(out.dtype.element_ty), mask=is_head)
+    else:
+        base = ((row * HEADS + heads) * SPLITS + split) * (WIDTH + 2)
+        tl.store(parts + base[:, None] + width[None, :], sums, mask=is_head)
+        tl.store(parts + base + WIDTH, largest, mask=member < each)
+        tl.store(parts + base + WIDTH + 1, total, mask=member < each)
+
+
+@triton.jit
+def _combine(  # type: ignore[no-untyped-def]
+    parts, out, WIDTH: tl.constexpr, SPLITS: tl.constexpr
+):
+    head = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    width = tl.arange(0, WIDTH)
+    base = parts + (head * SPLITS + split) * (WIDTH + 2)
+    largest = tl.load(base + WIDTH)
+    total = tl.load(base + WIDTH + 1)
+    shrunk = tl.exp2(largest - tl.max(largest, 0))
+    sums = tl.load(base[:, None] + width[None, :])
+    whole = tl.sum(sums * shrunk[:, None], 0) / tl.sum(total * shrunk, 0)
+    tl.store(out + head * WIDTH + width, whole.to(out.dtype.element_ty))
+
+
+def attend(
+    query: Tensor,
+    pages: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    tables: Tensor,
+    scale: float,
+    window: int | None,
+    num_splits: int,
+    block: int = 64,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> Tensor:
+    """[rows, heads, width] of queries [rows, heads, width], each over what the row in its slot holds so far.
+
+    `pages` are [pages, 2, kv heads, PAGE, width]; `positions` and `tables` are by slot.
+    """
+    rows, heads, width = query.shape
+    kv_heads = pages.shape[2]
+    out = torch.empty_like(query)
+    parts = out
+    if num_splits > 1:
+        parts = torch.empty((rows, heads, num_splits, width + 2), dtype=torch.float32, device=query.device)
+    group = max(_LEAST_GROUP, triton.next_power_of_2(heads // kv_heads))
+    _attend[(rows, kv_heads, num_splits)](
+        query, pages, pages.stride(0), pages.stride(1), slots, positions, tables, tables.stride(0), out, parts, scale,
+        heads, kv_heads, group, width, PAGE, block, num_splits, window or 0,
+        "ieee" if query.dtype == torch.float32 else "tf32", num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    if num_splits > 1:
+        _combine[(rows * heads,)](parts, out, width, num_splits, num_warps=2)
+    return out

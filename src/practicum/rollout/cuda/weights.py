@@ -1,0 +1,101 @@
+"""The engine's own weights on a device: at addresses that stay, those of one input side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from practicum.rollout.cuda.arena import Arena
+from practicum.rollout.sleeping import PinnedBytes
+
+_ALIGNMENT = 256
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class ArenaWeights:
+    """Parameters of a model. Asleep they are in pinned host memory, written there once after each change.
+
+    Buffers are small and stay on the device.
+    """
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._spans: list[tuple[nn.Parameter, int]] = []
+        size = 0
+        for group in _groups(model):
+            for parameter in group:
+                self._spans.append((parameter, size))
+                size += parameter.nbytes
+            size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        self.num_bytes = size
+        self._arena: Arena | None = None
+        self._kept: PinnedBytes | None = None
+        self._is_kept = False  # what is in host memory is what they are
+        self.is_filled = False
+
+    def map(self) -> None:
+        """Have memory for them. Their values come by `fill`, or from whoever writes all of them."""
+        first = self._arena is None
+        if self._arena is None:
+            self._arena = Arena(self.num_bytes, self._device)
+        self._arena.map()
+        if first:
+            block = self._arena.tensor()
+            for parameter, start in self._spans:
+                own = block[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+                own.copy_(parameter.detach())
+                parameter.data = own
+            self._model.to(self._device)  # buffers; parameters are there
+            self.is_filled = True
+
+    def fill(self) -> None:
+        """As they were. Does nothing when they are there."""
+        if not self.is_filled:
+            assert self._kept is not None and self._arena is not None
+            self._kept.fill(self._arena.tensor())
+            self.is_filled = True
+
+    def changed(self) -> None:
+        """All have been written."""
+        self._is_kept, self.is_filled = False, True
+
+    def sleep(self) -> None:
+        if self._arena is None or not self._arena.is_mapped:
+            return
+        if self.is_filled and not self._is_kept:
+            self._kept = self._kept or PinnedBytes(self.num_bytes)
+            self._kept.write(0, self._arena.tensor()[: self.num_bytes])
+            self._is_kept = True
+        self.is_filled = False
+        self._arena.unmap()
+
+    def close(self) -> None:
+        if self._arena is not None:
+            self._arena.close()
+
+
+def _groups(model: Any) -> list[list[nn.Parameter]]:
+    """Each parameter once; in a group those that lie side by side."""
+    left = {id(parameter): parameter for parameter in model.parameters()}
+    groups: list[list[nn.Parameter]] = []
+    for module in model.modules():
+        for names in _TOGETHER:
+            linears = [getattr(module, name, None) for name in names]
+            if not all(isinstance(one, nn.Linear) for one in linears):
+                continue
+            for part in ("weight", "bias"):
+                own: list[Any] = [getattr(one, part) for one in linears]
+                if all(one is not None and id(one) in left for one in own):
+                    groups.append([left.pop(id(one)) for one in own])
+    return groups + [[parameter] for parameter in left.values()]
+
+
+def copy_all(model: Any, tensors: Any) -> None:
+    """Values for all parameters, by their names."""
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    for name, tensor in tensors:
+        parameters.pop(name).data.copy_(tensor)
+    assert not parameters, f"the update left out {', '.join(parameters)}"

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
+
+import torch
 
 from practicum.config import OpenAIConfig, RolloutConfig, VllmConfig
 from practicum.errors import RolloutError
-from practicum.models import DTYPES, resolve_device
+from practicum.models import DTYPES, load_config, resolve_device
 from practicum.rollout.base import BaseRollout
+
+log = logging.getLogger("practicum.rollout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +74,43 @@ def make_engine(settings: EngineSettings) -> BaseRollout:
 
 
 def _native(settings: EngineSettings) -> BaseRollout:
+    device, dtype = resolve_device(settings.device), DTYPES[settings.dtype]
+    if device.type == "cuda":
+        reason = _slow_reason(settings.model_path)
+        if not reason:
+            from practicum.rollout.cuda.engine import CudaRollout
+
+            return CudaRollout(
+                settings.model_path,
+                device=device,
+                dtype=dtype,
+                max_batch=settings.max_batch,
+                cache_gb=settings.cache_gb,
+                keep_routes=settings.keep_routes,
+            )
+        log.warning("rollout.engine=native goes its slow way on %s, several times slower: %s", device, reason)
     from practicum.rollout.native import NativeRollout
 
     return NativeRollout(
         settings.model_path,
-        device=resolve_device(settings.device),
-        dtype=DTYPES[settings.dtype],
+        device=device,
+        dtype=dtype,
         max_batch=settings.max_batch,
         cache_gb=settings.cache_gb,
         keep_routes=settings.keep_routes,
         stays_loaded=settings.stays_loaded,
     )
+
+
+def _slow_reason(model_path: str) -> str:
+    """Why the native engine's kernels and graphs cannot be used on a CUDA device; empty if they can."""
+    if find_spec("triton") is None:
+        return "Triton, which its kernels are written in, is not installed"
+    if torch.cuda.get_device_capability()[0] < _LEAST_CAPABILITY:
+        return f"its kernels need a device of compute capability {_LEAST_CAPABILITY}.0 or newer"
+    from practicum.rollout.cuda.step import unusual
+
+    return unusual(load_config(model_path))
 
 
 def _hf(settings: EngineSettings) -> BaseRollout:
@@ -136,4 +168,5 @@ ENGINES: dict[str, Callable[[EngineSettings], BaseRollout]] = {
     "vllm": _vllm,
     "openai": _openai,
 }
+_LEAST_CAPABILITY = 8
 _EXTRAS = ("vllm",)  # engines whose packages do not come with practicum itself

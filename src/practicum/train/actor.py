@@ -31,8 +31,9 @@ from practicum.data import MicroBatch, pack
 from practicum.errors import WeightsGone
 from practicum.models import DTYPES, load_model, load_tokenizer, resolve_device
 from practicum.replay import Placed, ReplaySession, ReplaySettings, ReplayStats
-from practicum.train.batch import MiniBatch, by_place, model_inputs, on_device
+from practicum.train.batch import MiniBatch, by_place, model_inputs, on_device, spans_of
 from practicum.train.checkpoint import save_only_adapters, save_rest, save_whole_model
+from practicum.train.cuda import speed_up
 from practicum.train.fsdp import join_ranks, shard, whole
 from practicum.train.learner import Learner, LearnerSettings, reshard
 from practicum.train.model import LogProbModel, keeps_samples_apart
@@ -138,6 +139,7 @@ class ActorWorker(Worker):
             self._model = LogProbModel(model, learns_entropy=settings.objective.entropy_bonus > 0)
             self.mesh = join_ranks(self.context, self._device, settings.collective_timeout_s)
             self._has_joined = True
+            self._is_fast = speed_up(model, self._device, DTYPES[settings.compute_dtype])
             self._learner = Learner("actor", self._model, model, self.mesh, settings)
             if settings.reference_path is not None:
                 self._reference = self._frozen(settings.reference_path)
@@ -149,6 +151,7 @@ class ActorWorker(Worker):
     def _frozen(self, path: str) -> LogProbModel:
         model = load_model(path).eval().requires_grad_(False)
         frozen = LogProbModel(model)
+        speed_up(model, self._device, DTYPES[self._settings.compute_dtype])
         shard(frozen, model, self.mesh, DTYPES[self._settings.compute_dtype])
         return frozen
 
@@ -179,7 +182,8 @@ class ActorWorker(Worker):
         with nullcontext() if self._reference is not None else without_adapters(self._model):
             for samples in (micro for batch in mini_batches for micro in batch.micro_batches):
                 packed = pack(samples, self._shares_rows)
-                log_probs, _ = reference(*model_inputs(packed, self._device), self._settings.temperature)
+                inputs, spans = model_inputs(packed, self._device), self._spans(packed.position_ids)
+                log_probs, _ = reference(*inputs, self._settings.temperature, **spans)
                 found |= by_place(samples, packed, log_probs)
             reshard(reference)
         return found
@@ -199,9 +203,10 @@ class ActorWorker(Worker):
             for _ in range(self._settings.epochs if learns else 1):
                 for batch, micros in zip(mini_batches, work, strict=True):
                     for micro in micros:
-                        loss = self._loss(micro, batch.totals, kl_coefficient, stats)
+                        tokens, losses = self._losses(micro, batch.totals, kl_coefficient)
                         if learns:
-                            (loss * self.world_size).backward()  # FSDP averages gradients over ranks
+                            (losses.total * self.world_size).backward()  # FSDP averages gradients over ranks
+                        stats.add(tokens, losses)  # waits for the device, so not before it has all to do
                     if learns:
                         taken = self._learner.step()
                         stats.grad_norm += taken.grad_norm / num_updates
@@ -278,7 +283,8 @@ class ActorWorker(Worker):
         for ids in sequences:
             tokens = torch.from_numpy(ids.astype(np.int64)).to(self._device)
             at = torch.arange(len(tokens), device=self._device)
-            own, _ = self._model(tokens[None], at[None], at[:-1], tokens[1:], 1.0)
+            spans = self._spans(np.arange(len(ids)))
+            own, _ = self._model(tokens[None], at[None], at[:-1], tokens[1:], 1.0, **spans)
             found.append(own.cpu().numpy())
         self._learner.reshard()
         return found
@@ -340,11 +346,15 @@ class ActorWorker(Worker):
         replay.count_compared(k3(written, found).sum().item(), k3(written, live).sum().item(), len(written))
 
     def _forward(self, micro: MicroBatch, replayed: AbstractContextManager[Any]) -> tuple[Tensor, Tensor]:
+        inputs, spans = model_inputs(micro, self._device), self._spans(micro.position_ids)
         with replayed:
-            log_probs, entropy = self._model(*model_inputs(micro, self._device), self._settings.temperature)
+            log_probs, entropy = self._model(*inputs, self._settings.temperature, **spans)
         return log_probs, entropy
 
-    def _loss(self, work: _Micro, totals: Totals, kl_coefficient: float, stats: UpdateStats) -> Tensor:
+    def _spans(self, position_ids: NDArray[np.int64]) -> dict[str, Any]:
+        return spans_of(position_ids, self._device) if self._is_fast else {}
+
+    def _losses(self, work: _Micro, totals: Totals, kl_coefficient: float) -> tuple[Tokens, Losses]:
         """This micro-batch's part of the loss of its mini-batch."""
         micro = work.packed
         replayed = nullcontext() if self._replay is None else self._replay.update_pass(work.placed)
@@ -358,6 +368,4 @@ class ActorWorker(Worker):
             sequences=on_device(micro.sequences, self._device),
             reference_log_probs=on_device(micro.reference_log_probs, self._device),
         )
-        losses = self._settings.objective(tokens, totals, kl_coefficient)
-        stats.add(tokens, losses)
-        return losses.total
+        return tokens, self._settings.objective(tokens, totals, kl_coefficient)

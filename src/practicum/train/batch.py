@@ -49,6 +49,12 @@ def model_inputs(micro: MicroBatch, device: torch.device) -> tuple[Tensor, ...]:
     return tuple(torch.from_numpy(array).to(device) for array in arrays)
 
 
+def spans_of(position_ids: NDArray[np.int64], device: torch.device) -> dict[str, Any]:
+    """Where sequences end in the flattened rows, which begin with position 0 each: for layers that ask for it."""
+    ends = np.append(np.flatnonzero(position_ids.ravel() == 0), position_ids.size)
+    return {"ends": torch.from_numpy(ends.astype(np.int32)).to(device), "longest": int(np.diff(ends).max())}
+
+
 def by_place(
     samples: Sequence[TrainingSample], micro: MicroBatch, found: Tensor
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:

@@ -22,10 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from practicum.algo import clipped_value_loss
 from practicum.controller import Worker
 from practicum.data import MicroBatch, pack
-from practicum.models import load_model, resolve_device
+from practicum.models import DTYPES, load_model, resolve_device
 from practicum.train.actor import ActorWorker
-from practicum.train.batch import MiniBatch, by_place, model_inputs, on_device
+from practicum.train.batch import MiniBatch, by_place, model_inputs, on_device, spans_of
 from practicum.train.checkpoint import load_weights, save_weights
+from practicum.train.cuda import speed_up
 from practicum.train.fsdp import join_ranks
 from practicum.train.learner import Learner, LearnerSettings
 from practicum.train.model import ValueModel, keeps_samples_apart
@@ -70,7 +71,9 @@ class CriticWorker(Worker):
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._model = ValueModel(model)
-        self._learner = Learner("critic", self._model, self._model.body, self._mesh(), settings)
+        mesh = self._mesh()
+        self._is_fast = speed_up(model, self._device, DTYPES[settings.compute_dtype])
+        self._learner = Learner("critic", self._model, self._model.body, mesh, settings)
 
     def _mesh(self) -> DeviceMesh:
         """The actor's, when it lives in the same process."""
@@ -125,7 +128,8 @@ class CriticWorker(Worker):
         self._learner.load(Path(folder) / "critic", self.rank)
 
     def _forward(self, micro: MicroBatch) -> Tensor:
-        values: Tensor = self._model(*model_inputs(micro, self._device)[:3])
+        spans = spans_of(micro.position_ids, self._device) if self._is_fast else {}
+        values: Tensor = self._model(*model_inputs(micro, self._device)[:3], **spans)
         return values
 
     def _loss(self, micro: MicroBatch, stats: CriticStats) -> Tensor:

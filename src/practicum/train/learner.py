@@ -55,7 +55,9 @@ class Learner:
         self._settings = settings
         shard(root, model, mesh, DTYPES[settings.compute_dtype])
         learnt = [parameter for parameter in root.parameters() if parameter.requires_grad]
-        self._optimizer = torch.optim.AdamW(learnt, lr=settings.lr, weight_decay=settings.weight_decay)
+        self._optimizer = torch.optim.AdamW(
+            learnt, lr=settings.lr, weight_decay=settings.weight_decay, fused=mesh.device_type == "cuda"
+        )
         self.num_updates = 0
 
     def step(self) -> Taken:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import nll_loss
 
 from practicum.errors import ModelError
+from practicum.train.head import MOST_LOGITS, log_probs_of
 
 
 @torch.no_grad()
@@ -29,6 +30,20 @@ def keeps_samples_apart(model: Any) -> bool:
     return bool((row[7:].log_softmax(-1) - alone).abs().max() < 1e-3)
 
 
+@torch.no_grad()
+def _is_plain(head: Any, model: Any) -> bool:
+    """Whether logits are what the head makes of the body's output, and nothing is done to them after."""
+    if type(head) is not nn.Linear or model.base_model is model:
+        return False
+    ids = torch.arange(3, device=model.device)[None]
+    was_training = model.training
+    model.eval()
+    hidden = model.base_model(input_ids=ids, use_cache=False)[0]
+    is_plain = torch.allclose(head(hidden), model(input_ids=ids, use_cache=False).logits, rtol=1e-4, atol=1e-5)
+    model.train(was_training)
+    return is_plain
+
+
 class LogProbModel(nn.Module):
     """Computes the output layer only at the positions asked for, so prompt and padding cost no vocabulary row.
 
@@ -45,15 +60,32 @@ class LogProbModel(nn.Module):
         head = model.get_output_embeddings()
         if head is None:
             raise ModelError(f"{type(model).__name__} has no output layer that could be found: it cannot be trained.")
+        self._plain_head = head if _is_plain(head, model) else None
         head.register_forward_pre_hook(self._select)
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, predict_at: Tensor, targets: Tensor, temperature: float
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        predict_at: Tensor,
+        targets: Tensor,
+        temperature: float,
+        **spans: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs of `targets` [n] and entropies [n] at the flat positions `predict_at` [n], in float32."""
+        """Log-probs of `targets` [n] and entropies [n] at the flat positions `predict_at` [n], in float32.
+
+        `spans` tell layers that were made for it where sequences end.
+        """
+        head = self._plain_head
+        if head is not None and len(targets) * head.out_features > MOST_LOGITS:
+            hidden = self.model.base_model(
+                input_ids=input_ids, position_ids=position_ids, use_cache=False, **spans
+            )[0]  # fmt: skip
+            chosen = hidden.flatten(0, 1)[predict_at]
+            return log_probs_of(chosen, head, targets, temperature, self._learns_entropy)
         self._positions = predict_at
         try:
-            logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits[0]
+            logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **spans).logits[0]
         finally:
             self._positions = None
         assert len(logits) == len(targets), "the output layer was not called with the selected positions"
@@ -81,8 +113,8 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, predict_at: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, predict_at: Tensor, **spans: Any) -> Tensor:
         """Values [n] at the flat positions `predict_at` [n], in float32: each before the token predicted there."""
-        hidden = self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False)[0]
+        hidden = self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False, **spans)[0]
         values: Tensor = self.head(hidden.flatten(0, 1)[predict_at])
         return values.float().sum(-1)  # over the one output: FSDP warns of views

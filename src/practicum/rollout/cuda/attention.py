@@ -15,6 +15,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from practicum.rollout.cuda.parts import starts_early
 
 PAGE = 64
 WIDTHS = (16, 32, 64, 128, 256)
@@ -23,12 +26,15 @@ _LEAST_GROUP = 16  # rows of a matrix unit's tile
 
 
 @triton.jit
-def _place(  # type: ignore[no-untyped-def]
+def _place(
     query, key, value, query_norm, key_norm, cosines, sines, slots, positions, tables, pages, out_query, out_key,
     query_stride, key_stride, value_stride, table_stride, page_stride, value_offset, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_NORM: tl.constexpr, KEEPS: tl.constexpr, GIVES_KEYS: tl.constexpr,
+    HAS_NORM: tl.constexpr, KEEPS: tl.constexpr, GIVES_KEYS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
     half: tl.constexpr = WIDTH // 2
@@ -59,9 +65,12 @@ def _place(  # type: ignore[no-untyped-def]
         normed_second = (second * scale).to(kind).to(tl.float32) * second_norm
         first = tl.where(is_normed, normed_first.to(kind).to(tl.float32), first)
         second = tl.where(is_normed, normed_second.to(kind).to(tl.float32), second)
-    angle = token * WIDTH + at
-    turned_first = first * tl.load(cosines + angle) - second * tl.load(sines + angle)
-    turned_second = second * tl.load(cosines + angle + half) + first * tl.load(sines + angle + half)
+    position = tl.load(positions + token)
+    angle = position.to(tl.int64) * half + at
+    cosine = tl.load(cosines + angle).to(tl.float32)
+    sine = tl.load(sines + angle).to(tl.float32)
+    turned_first = first * cosine - second * sine
+    turned_second = second * cosine + first * sine
     turns = is_query | is_key
     first = tl.where(turns, turned_first, first).to(kind)
     second = tl.where(turns, turned_second, second).to(kind)
@@ -73,7 +82,6 @@ def _place(  # type: ignore[no-untyped-def]
         tl.store(out, first, mask=is_key)
         tl.store(out + half, second, mask=is_key)
     if KEEPS:
-        position = tl.load(positions + token)
         slot = tl.load(slots + token).to(tl.int64)
         page = tl.load(tables + slot * table_stride + position // PAGE).to(tl.int64)
         place = page * page_stride + kv_head * (PAGE * WIDTH) + (position % PAGE) * WIDTH + at
@@ -95,7 +103,8 @@ def place(
     pages: Tensor | None,
     gives_keys: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Queries [tokens, heads, width] and keys, from projections [tokens, heads, width] each and angles [tokens, width].
+    """Queries [tokens, heads, width] and keys, from projections [tokens, heads, width] each. `angles` are cosines and
+    sines of all positions, [positions, width / 2], the same for both halves of a head.
 
     Keys and values are kept in `pages` [pages, 2, kv heads, PAGE, width], where there are any, at the `positions` of
     the rows in `slots`. Keys are given where they are asked for.
@@ -107,23 +116,28 @@ def place(
         torch.empty((tokens, kv_heads, width), dtype=query.dtype, device=query.device) if gives_keys else out_query
     )
     block = 8
-    unused = query
+    unused, early = query, starts_early(query.device)
     _place[(tokens, triton.cdiv(heads + 2 * kv_heads, block))](
         query, key, value, *(norms or (unused, unused)), *angles, slots, positions,
         slots if tables is None else tables, unused if pages is None else pages, out_query, out_key,
         query.stride(0), key.stride(0), value.stride(0), 0 if tables is None else tables.stride(0),
         0 if pages is None else pages.stride(0), 0 if pages is None else pages.stride(1), eps,
-        heads, kv_heads, width, PAGE, block, norms is not None, pages is not None, gives_keys, num_warps=4,
+        heads, kv_heads, width, PAGE, block, norms is not None, pages is not None, gives_keys,
+        early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
     return out_query, out_key
 
 
 @triton.jit
-def _attend(  # type: ignore[no-untyped-def]
+def _attend(
     query, pages, page_stride, value_offset, slots, positions, tables, table_stride, out, parts, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -177,9 +191,10 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _combine(  # type: ignore[no-untyped-def]
-    parts, out, WIDTH: tl.constexpr, SPLITS: tl.constexpr
-):
+def _combine(parts, out, WIDTH: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     head = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     width = tl.arange(0, WIDTH)
@@ -192,6 +207,11 @@ def _combine(  # type: ignore[no-untyped-def]
     tl.store(out + head * WIDTH + width, whole.to(out.dtype.element_ty))
 
 
+def block_of(rows: int) -> int:
+    """How many tokens are attended to at a time: few where there is hardly enough to do for all multiprocessors."""
+    return PAGE // 2 if rows == 1 else PAGE
+
+
 def attend(
     query: Tensor,
     pages: Tensor,
@@ -201,9 +221,6 @@ def attend(
     scale: float,
     window: int | None,
     num_splits: int,
-    block: int = 64,
-    num_warps: int = 4,
-    num_stages: int = 3,
 ) -> Tensor:
     """[rows, heads, width] of queries [rows, heads, width], each over what the row in its slot holds so far.
 
@@ -212,15 +229,15 @@ def attend(
     rows, heads, width = query.shape
     kv_heads = pages.shape[2]
     out = torch.empty_like(query)
-    parts = out
+    parts, early = out, starts_early(query.device)
     if num_splits > 1:
         parts = torch.empty((rows, heads, num_splits, width + 2), dtype=torch.float32, device=query.device)
     group = max(_LEAST_GROUP, triton.next_power_of_2(heads // kv_heads))
     _attend[(rows, kv_heads, num_splits)](
         query, pages, pages.stride(0), pages.stride(1), slots, positions, tables, tables.stride(0), out, parts, scale,
-        heads, kv_heads, group, width, PAGE, block, num_splits, window or 0,
-        "ieee" if query.dtype == torch.float32 else "tf32", num_warps=num_warps, num_stages=num_stages,
+        heads, kv_heads, group, width, PAGE, block_of(rows), num_splits, window or 0,
+        "ieee" if query.dtype == torch.float32 else "tf32", early, num_warps=4, num_stages=3, launch_pdl=early,
     )  # fmt: skip
     if num_splits > 1:
-        _combine[(rows * heads,)](parts, out, width, num_splits, num_warps=2)
+        _combine[(rows * heads,)](parts, out, width, num_splits, early, num_warps=2, launch_pdl=early)
     return out

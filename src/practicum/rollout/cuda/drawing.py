@@ -19,14 +19,14 @@ _EVERYTHING = -(1 << 31)  # a least logit that rules nothing out
 
 
 @triton.jit
-def _order(x):  # type: ignore[no-untyped-def]
+def _order(x):
     """Integers in the order of floats."""
     bits = x.to(tl.float32).to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
 
 @triton.jit
-def _uniform(seed, answer, number):  # type: ignore[no-untyped-def]
+def _uniform(seed, answer, number):
     """The number-th float32 that NumPy's Philox with this key draws."""
     one: tl.uint64 = seed
     two: tl.uint64 = answer
@@ -50,9 +50,7 @@ def _uniform(seed, answer, number):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _narrow(  # type: ignore[no-untyped-def]
-    logits, num, slots, temperatures, top_ks, top_ps, least, BLOCK: tl.constexpr, BITS: tl.constexpr
-):
+def _narrow(logits, num, slots, temperatures, top_ks, top_ps, least, BLOCK: tl.constexpr, BITS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     top_k = tl.load(top_ks + slot)
@@ -98,9 +96,7 @@ def _narrow(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _look(  # type: ignore[no-untyped-def]
-    logits, num, num_stretches, slots, temperatures, least, seen, BLOCK: tl.constexpr, NARROWS: tl.constexpr
-):
+def _look(logits, num, num_stretches, slots, temperatures, least, seen, BLOCK: tl.constexpr, NARROWS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     stretch = tl.program_id(1)
     slot = tl.load(slots + row)
@@ -123,7 +119,7 @@ def _look(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _draw(  # type: ignore[no-untyped-def]
+def _draw(
     logits, num, num_stretches, slots, num_slots, temperatures, seeds, answers, prompts, positions, tokens, least, seen,
     out_tokens, out_log_probs, BLOCK: tl.constexpr, STRETCHES: tl.constexpr, NARROWS: tl.constexpr,
 ):  # fmt: skip

@@ -28,7 +28,7 @@ from practicum.errors import RolloutError, TrainingError
 from practicum.rollout.answers import most_positions
 from practicum.rollout.continuous import ContinuousRollout
 from practicum.rollout.cuda.arena import Arena
-from practicum.rollout.cuda.attention import PAGE
+from practicum.rollout.cuda.attention import PAGE, block_of
 from practicum.rollout.cuda.drawing import draw
 from practicum.rollout.cuda.graphs import StepGraphs, num_splits, rung
 from practicum.rollout.cuda.pages import PagePool, num_pages
@@ -161,18 +161,14 @@ class CudaRollout(ContinuousRollout):
         """What is made once: addresses for the cache, what the device knows of rows, graphs."""
         size = self._room() if self._cache_gb is None else int(self._cache_gb * 1e9)
         self._cache = Arena(size, self._device)
-        longest = most_positions(self._model.config) or 1 << 20
-        self._slots = Slots(self._max_batch, num_pages(longest) + _PAGES_AT_A_TIME, self._device)
+        self._longest = most_positions(self._model.config) or 1 << 20
+        self._slots = Slots(self._max_batch, num_pages(self._longest) + _PAGES_AT_A_TIME, self._device)
         most = rung(self._max_batch)
         self._out_tokens = torch.zeros(most, dtype=torch.int32, device=self._device)
         self._out_log_probs = torch.zeros(most, dtype=torch.float32, device=self._device)
         self._host_tokens = torch.zeros(_DEPTH, most, dtype=torch.int32, pin_memory=True)
         self._host_log_probs = torch.zeros(_DEPTH, most, dtype=torch.float32, pin_memory=True)
-        self._out_routes: Tensor | None = None
-        if self._recorder is not None:
-            shape = self._recorder.shape
-            kind = torch.uint8 if shape.dtype is np.uint8 else torch.int32
-            self._out_routes = torch.zeros(most, len(shape.layers), shape.k, dtype=kind, device=self._device)
+        self._out_routes = self._room_for_routes(most)
         self._graphs = StepGraphs(self._step, self._max_batch, self._max_batch, self._device)
         self._num_processors = torch.cuda.get_device_properties(self._device).multi_processor_count
 
@@ -183,6 +179,7 @@ class CudaRollout(ContinuousRollout):
         lean = self._lean
         self._pages = own.view(-1, lean.num_layers, 2, lean.kv_heads, PAGE, lean.width)
         lean.bind()
+        lean.turn(self._longest)
         self._try_out()
 
     def _room(self) -> int:
@@ -259,8 +256,7 @@ class CudaRollout(ContinuousRollout):
 
     def _read(self, groups: list[list[SlotRow]]) -> None:
         """One pass over what each group of rows begins with, and a token for each row."""
-        for rows in groups:
-            self._seat(rows)
+        self._slots.begin([beginning for rows in groups for beginning in self._seat(rows)])
         firsts = [rows[0] for rows in groups]
         ids = [row.ids() for row in firsts]
         logits, routes = self._read_ids(ids, [row.slot for row in firsts])
@@ -275,7 +271,7 @@ class CudaRollout(ContinuousRollout):
         self._rows += rows
         self._active = []  # the next launch is of other rows
 
-    def _seat(self, rows: list[SlotRow]) -> None:
+    def _seat(self, rows: list[SlotRow]) -> list[Beginning]:
         """A slot for each, and pages: those that the prompt fills are of all, the last one is each row's own."""
         length = rows[0].length
         whole = self._pool.take(length // PAGE)
@@ -290,7 +286,7 @@ class CudaRollout(ContinuousRollout):
             beginnings.append(
                 Beginning(row.slot, length - 1, len(request.prompt_ids), request.params, seed, answer, row.pages)
             )
-        self._slots.begin(beginnings)
+        return beginnings
 
     def _share(self, rows: list[SlotRow]) -> None:
         """What the prompt has begun of its last page is copied to the other answers' own."""
@@ -303,7 +299,8 @@ class CudaRollout(ContinuousRollout):
         """Logits after the last token of each sequence [sequences, vocabulary], and the routes of all tokens."""
         if sum(map(len, ids)) <= _READ_TOKENS or len(ids) > 1:
             return self._pass(ids, [0] * len(ids), slots)
-        parts, routes = [], []
+        parts: list[Tensor] = []
+        routes: list[Tensor | None] = []
         for start in range(0, len(ids[0]), _READ_TOKENS):
             logits, own = self._pass([ids[0][start : start + _READ_TOKENS]], [start], slots)
             parts, routes = [logits], [*routes, own]
@@ -321,11 +318,19 @@ class CudaRollout(ContinuousRollout):
             self._slots.on_device(np.repeat(slots or [self._max_batch] * len(ids), lengths), np.int32),
             self._slots.on_device(positions, np.int32),
             None if slots is None else self._slots.tables,
+            self._room_for_routes(len(positions)),
         )
         keep = None if slots is None else self._slots.on_device(np.cumsum(lengths) - 1, np.int64)
         tokens = self._slots.on_device(np.concatenate(ids), np.int64)
         logits = self._lean.logits_of_prompts(tokens, prompts, None if slots is None else self._pages, keep)
-        return logits, None if self._recorder is None else self._recorder.gathered()
+        return logits, prompts.routes
+
+    def _room_for_routes(self, num_tokens: int) -> Tensor | None:
+        if self._recorder is None:
+            return None
+        shape = self._recorder.shape
+        kind = torch.uint8 if shape.dtype is np.uint8 else torch.int32
+        return torch.zeros(num_tokens, len(shape.layers), shape.k, dtype=kind, device=self._device)
 
     def _launch(self) -> bool:
         """One more token for every row that may have one; whether there are such rows."""
@@ -340,7 +345,8 @@ class CudaRollout(ContinuousRollout):
             self._graphs.choose(self._slots.on_device([row.slot for row in active], np.int32))
             self._active = active
         longest = max(row.length + row.num_launched for row in active)
-        splits = num_splits(rung(len(active)) * self._lean.kv_heads, num_pages(longest), self._num_processors)
+        blocks = -(-longest // block_of(len(active)))
+        splits = num_splits(rung(len(active)) * self._lean.kv_heads, blocks, self._num_processors)
         self._graphs.run(len(active), splits, _is_narrow(active))
         routes = None if self._out_routes is None else self._out_routes[: len(active)]
         self._take_off(active, routes, None)
@@ -379,11 +385,8 @@ class CudaRollout(ContinuousRollout):
 
     def _step(self, slots: Tensor, splits: int, narrows: bool) -> None:
         """What is recorded: everything it needs and leaves is at addresses that stay."""
-        rows = Rows(slots, self._slots.positions, self._slots.tables, splits)
+        rows = Rows(slots, self._slots.positions, self._slots.tables, splits, self._out_routes)
         logits = self._lean.logits_of_rows(self._slots.tokens, rows, self._pages)
-        if self._recorder is not None:
-            assert self._out_routes is not None
-            self._out_routes[: len(slots)] = self._recorder.gathered()
         self._draw(logits, slots, narrows)
 
     def _draw(self, logits: Tensor, slots: Tensor, narrows: bool) -> None:
@@ -472,8 +475,6 @@ class CudaRollout(ContinuousRollout):
         read = num - min(8, num // 2)
         ids = np.random.default_rng(0).integers(0, self._model.config.get_text_config().vocab_size, num, np.int32)
         expected = self._model(input_ids=torch.from_numpy(ids)[None].long().to(self._device), use_cache=False).logits
-        if self._recorder is not None:
-            self._recorder.gathered()
         pages = self._pool.take(num_pages(num))
         self._slots.begin([Beginning(0, 0, read, SamplingParams(1), 0, 0, pages)])
         parts = [self._pass([ids[:read]], [0], None)[0]]
@@ -484,8 +485,6 @@ class CudaRollout(ContinuousRollout):
             slots = torch.zeros(1 + at % 2, dtype=torch.int32, device=self._device)
             rows = Rows(slots, self._slots.positions, self._slots.tables, num_splits=1 + at % 2)
             parts.append(self._lean.logits_of_rows(self._slots.tokens, rows, self._pages)[:1])
-        if self._recorder is not None:
-            self._recorder.gathered()
         self._pool.give_back(pages)
         got = torch.cat(parts)
         difference = float((got.float().log_softmax(-1) - expected[0].float().log_softmax(-1)).abs().mean())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class StepGraphs:
         self._filler = filler
         self._slots = torch.full((rung(most_rows),), filler, dtype=torch.int32, device=device)
         self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def choose(self, slots: Tensor) -> None:
         """Which rows the next steps are of, on the device."""

@@ -5,8 +5,8 @@
                       Prompts: over the new tokens themselves, sequences end to end; over pages too where one goes on
                       Rows:    one token each, over the pages of its row
 
-Weights stay where they are; products of one input are one where their weights lie side by side. Experts and routers are
-transformers' modules, so hooks on them work.
+Weights stay where they are; products of one input are one where their weights lie side by side. Modules are asked for
+their weights alone: hooks on them hear nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from practicum.rollout.cuda.attention import PAGE, WIDTHS, attend, place
-from practicum.rollout.cuda.parts import gated, normed, product
+from practicum.rollout.cuda.experts import Router, experts, shared_expert
+from practicum.rollout.cuda.parts import LARGEST_WIDTH, gated, normed, product
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 """Whose layers are made of the parts below and compute nothing else: each is tested."""
@@ -52,6 +53,7 @@ class Prompts:
     slots: Tensor  # [tokens]
     positions: Tensor  # [tokens]
     tables: Tensor | None  # by slot; None: nothing is kept
+    routes: Tensor | None = None  # [tokens, layers that route, k], to be written
 
     def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where each sequence ends, [sequences + 1]: among the new tokens, and among all."""
@@ -68,6 +70,7 @@ class Rows:
     positions: Tensor  # by slot
     tables: Tensor  # by slot
     num_splits: int
+    routes: Tensor | None = None  # [rows, layers that route, k], to be written
 
 
 @dataclass(slots=True)
@@ -77,7 +80,8 @@ class _Layer:
     before_mlp: Any
     mlp: Any
     projections: list[tuple[Tensor, Tensor | None]]  # one after the other, or all as one
-    gates: list[Tensor]  # likewise; none where the MLP is one of experts
+    gates: list[Tensor]  # likewise; none where there are experts
+    router: Router | None
     norms: tuple[Tensor, Tensor] | None
     eps: float
     window: int | None
@@ -94,51 +98,60 @@ class LeanModel:
         self.width = attention.head_dim
         self.heads, self.kv_heads = (p.out_features // self.width for p in (attention.q_proj, attention.k_proj))
         self._layers: list[_Layer] = []
+        self._angles: tuple[Tensor, Tensor] | None = None
 
     def bind(self) -> None:
         """To where the weights are now: before the first pass, and whenever they have moved."""
         config = self._model.config.get_text_config()
         self._layers = [_bound(layer, config) for layer in self._model.base_model.layers]
+        self._is_narrow = max(config.hidden_size, config.intermediate_size, self.heads * self.width) <= LARGEST_WIDTH
+
+    @torch.inference_mode()
+    def turn(self, num_positions: int) -> None:
+        """Make ready for so many positions."""
+        positions = torch.arange(num_positions, device=self._head.weight.device)[None]
+        parts = self._rotary(self._head.weight[:1, None], positions)
+        assert parts[0].shape[-1] == self.width, "parts of a head are not turned"
+        cosines, sines = (part[0, :, : self.width // 2].contiguous() for part in parts)
+        self._angles = cosines, sines
 
     @property
     def numbers_per_token(self) -> int:
         """Of keys and values."""
-        return 2 * self.num_layers * self.kv_heads * self.width
+        return int(2 * self.num_layers * self.kv_heads * self.width)
 
     def logits_of_prompts(self, tokens: Tensor, prompts: Prompts, pages: Tensor | None, keep: Tensor | None) -> Tensor:
         """[kept, vocabulary] of tokens [tokens]; of all of them if none are named."""
         attention = _Reading(prompts, tokens.device, _FLASH_TYPES)
-        hidden = self._body(tokens, prompts.positions, prompts.slots, prompts.tables, pages, attention)
-        hidden = hidden if keep is None else hidden[keep]
-        return self._logits(normed(hidden.contiguous(), None, self._norm.weight, self._norm.variance_epsilon))
+        hidden = self._body(
+            tokens, prompts.positions, prompts.slots, prompts.tables, pages, attention, prompts.routes
+        )  # fmt: skip
+        return self._logits(hidden if keep is None else hidden[keep])
 
     def logits_of_rows(self, tokens: Tensor, rows: Rows, pages: Tensor) -> Tensor:
         """[rows, vocabulary] of the next token of each, of tokens by slot."""
         slots = rows.slots.long()
         now = rows.positions[slots]
-        if len(slots) == 1 and self._is_dense:
+        if len(slots) == 1 and self._is_narrow and all(layer.gates for layer in self._layers):
             return self._logits_of_one(tokens[slots], now, rows, pages)
-        hidden = self._body(tokens[slots], now, rows.slots, rows.tables, pages, rows)
-        return self._logits(normed(hidden, None, self._norm.weight, self._norm.variance_epsilon))
-
-    @property
-    def _is_dense(self) -> bool:
-        return all(layer.gates for layer in self._layers)
+        return self._logits(self._body(tokens[slots], now, rows.slots, rows.tables, pages, rows, rows.routes))
 
     def _body(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, tables: Tensor | None, pages: Tensor | None,
-        attention: _Reading | Rows,
+        attention: _Reading | Rows, routes: Tensor | None,
     ) -> Tensor:  # fmt: skip
+        """[tokens, hidden], normed for the head."""
+        assert self._angles is not None, "a pass before `turn`"
         hidden = self._embedding(tokens)
-        angles = self._angles(hidden, positions)
         more: Tensor | None = None
         gives_keys = isinstance(attention, _Reading)
+        routing = _Routing(self._layers, hidden, routes)
         for number, layer in enumerate(self._layers):
             x = normed(hidden, more, layer.before_attention.weight, layer.before_attention.variance_epsilon)
             query, key, value = self._projected(layer, x)
             own = None if pages is None else pages[:, number]
             query, key = place(
-                query, key, value, layer.norms, layer.eps, angles, slots, positions, tables, own, gives_keys
+                query, key, value, layer.norms, layer.eps, self._angles, slots, positions, tables, own, gives_keys
             )
             if isinstance(attention, _Reading):
                 attended = attention(query, key, value, own, layer)
@@ -147,20 +160,19 @@ class LeanModel:
                 attended = _decoded(query, own, attention, layer)
             more = linear(attended.flatten(1), layer.attention.o_proj.weight, layer.attention.o_proj.bias)
             x = normed(hidden, more, layer.before_mlp.weight, layer.before_mlp.variance_epsilon)
-            more = _mlp(layer, x)
-        assert more is not None
-        return hidden + more
+            more = routing(layer, x) if layer.router is not None else _mlp(layer, x)
+        return normed(hidden, more, self._norm.weight, self._norm.variance_epsilon)
 
     def _logits_of_one(self, tokens: Tensor, positions: Tensor, rows: Rows, pages: Tensor) -> Tensor:
         """Of a single row: there all that counts is how fast weights are read, and how few kernels there are."""
+        assert self._angles is not None, "a pass before `turn`"
         hidden = self._embedding(tokens)
-        angles = self._angles(hidden, positions)
         for number, layer in enumerate(self._layers):
             norm = layer.before_attention.weight, layer.before_attention.variance_epsilon
             parts = [product(hidden, weight, bias=bias, norm=norm) for weight, bias in layer.projections]
             query, key, value = self._split(parts)
             query, _ = place(
-                query, key, value, layer.norms, layer.eps, angles, rows.slots, positions, rows.tables,
+                query, key, value, layer.norms, layer.eps, self._angles, rows.slots, positions, rows.tables,
                 pages[:, number], False,
             )  # fmt: skip
             attended = _decoded(query, pages[:, number], rows, layer).flatten(1)
@@ -171,10 +183,6 @@ class LeanModel:
             product(inner, layer.mlp.down_proj.weight, added_to=hidden)
         norm = self._norm.weight, self._norm.variance_epsilon
         return product(hidden, self._head.weight, bias=self._head.bias, norm=norm)
-
-    def _angles(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cosines, sines = self._rotary(hidden[None], positions[None].long())
-        return cosines[0].float().contiguous(), sines[0].float().contiguous()
 
     def _projected(self, layer: _Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._split([linear(x, weight, bias) for weight, bias in layer.projections])
@@ -255,11 +263,30 @@ def _decoded(query: Tensor, pages: Tensor, rows: Rows, layer: _Layer) -> Tensor:
     )
 
 
+class _Routing:
+    """Of one pass: where it counts and records, layer after layer."""
+
+    def __init__(self, layers: list[_Layer], hidden: Tensor, routes: Tensor | None) -> None:
+        self._number = 0
+        self._routes = routes
+        routers = [layer for layer in layers if layer.router is not None]
+        if routers:
+            num = routers[0].mlp.experts.down_proj.shape[0]
+            self._counts = torch.zeros((len(routers), num), dtype=torch.int32, device=hidden.device)
+
+    def __call__(self, layer: _Layer, x: Tensor) -> Tensor:
+        """[tokens, k, width], or [tokens, width]."""
+        assert layer.router is not None
+        number, self._number = self._number, self._number + 1
+        own, mlp = layer.mlp.experts, layer.mlp
+        routes = None if self._routes is None else self._routes[:, number]
+        parts = experts(x, layer.router, own.gate_up_proj, own.down_proj, self._counts[number], routes)
+        if hasattr(mlp, "shared_expert"):
+            return parts.sum(1) + shared_expert(x, mlp.shared_expert, mlp.shared_expert_gate)
+        return parts
+
+
 def _mlp(layer: _Layer, x: Tensor) -> Tensor:
-    if not layer.gates:
-        out = layer.mlp(x[None])
-        whole: Tensor = out[0] if isinstance(out, tuple) else out
-        return whole[0]
     parts = [linear(x, weight) for weight in layer.gates]
     gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=1)
     return linear(gated(gate, up), layer.mlp.down_proj.weight)
@@ -275,6 +302,7 @@ def _bound(layer: Any, config: Any) -> _Layer:
     if weight is not None and (bias is not None or not has_bias):
         projections = [(weight, bias)]
     gates: list[Tensor] = []
+    router = Router.of(mlp.gate, config.model_type) if hasattr(mlp, "experts") else None
     if isinstance(getattr(mlp, "gate_proj", None), nn.Linear):
         pair = [mlp.gate_proj.weight, mlp.up_proj.weight]
         joined = side_by_side(pair)
@@ -284,7 +312,7 @@ def _bound(layer: Any, config: Any) -> _Layer:
     of_all = config.sliding_window if config.model_type in ("mistral", "mixtral") else None
     window = getattr(own, "sliding_window", of_all)
     return _Layer(
-        layer.input_layernorm, own, layer.post_attention_layernorm, mlp, projections, gates, norms, eps, window
+        layer.input_layernorm, own, layer.post_attention_layernorm, mlp, projections, gates, router, norms, eps, window
     )
 
 

@@ -1,0 +1,178 @@
+"""Experts of a layer without a moment's wait of the host, and without sorting.
+
+    route    probabilities, the k largest of each token, and a place for each in the list of its expert
+    inner    silu(x by gate) * (x by up), for each expert its own tokens, found by its list
+    outer    by down, times the token's share, apart for each of the k: whoever takes it adds them up
+
+A list has room for all tokens, since each chooses an expert once at most; how long it is stays on the device. Places in
+a list go to whoever comes first, which no result depends on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import linear, sigmoid
+
+from practicum.rollout.cuda.parts import gated
+
+_FEW_TOKENS, _SOME_TOKENS = 16, 1024
+
+
+@triton.jit
+def _route(
+    logits, shares, lists, counts, routes, route_stride, capacity,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr,
+    NORMS: tl.constexpr, ROUNDS: tl.constexpr, RECORDS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    which = tl.arange(0, K_BLOCK)
+    x = tl.load(logits + token * EXPERTS + at, mask=at < EXPERTS, other=float("-inf")).to(tl.float32)
+    shared = tl.exp(x - tl.max(x, 0))
+    left = tl.where(at < EXPERTS, shared / tl.sum(shared, 0), -1.0)
+    own = tl.zeros([K_BLOCK], tl.float32)
+    chosen = tl.zeros([K_BLOCK], tl.int32)
+    for number in tl.static_range(K):
+        share, expert = tl.max(left, 0, return_indices=True)
+        own = tl.where(which == number, share, own)
+        chosen = tl.where(which == number, expert, chosen)
+        left = tl.where(at == expert, -1.0, left)
+    is_one = which < K
+    if NORMS:
+        own = own / tl.sum(own, 0)
+    if ROUNDS:
+        own = own.to(logits.dtype.element_ty).to(tl.float32)
+    tl.store(shares + token * K + which, own, mask=is_one)
+    place = tl.atomic_add(counts + chosen, 1, mask=is_one)
+    tl.store(lists + chosen.to(tl.int64) * capacity + place, (token * K + which).to(tl.int32), mask=is_one)
+    if RECORDS:
+        tl.store(routes + token * route_stride + which, chosen.to(routes.dtype.element_ty), mask=is_one)
+
+
+@triton.jit
+def _inner(
+    x, gate_up, lists, counts, out, num_inner, width, capacity,
+    K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(2) * ROWS
+    count = tl.load(counts + expert)
+    if first < count:
+        row = first + tl.arange(0, ROWS)
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        part = tl.arange(0, PART)
+        is_row, is_column = row < count, column < num_inner
+        pair = tl.load(lists + expert * capacity + row, mask=is_row, other=0).to(tl.int64)
+        inputs = x + (pair // K)[:, None] * width
+        weights = gate_up + expert * (2 * num_inner * width) + column.to(tl.int64)[None, :] * width
+        gates = tl.zeros([ROWS, COLUMNS], tl.float32)
+        ups = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for begin in range(0, width, PART):
+            at = begin + part
+            is_there = at < width
+            a = tl.load(inputs + at[None, :], mask=is_row[:, None] & is_there[None, :], other=0.0)
+            mask = is_there[:, None] & is_column[None, :]
+            gate = tl.load(weights + at[:, None], mask=mask, other=0.0)
+            up = tl.load(weights + num_inner * width + at[:, None], mask=mask, other=0.0)
+            gates = tl.dot(a, gate, gates, input_precision=PRECISION)
+            ups = tl.dot(a, up, ups, input_precision=PRECISION)
+        kind = out.dtype.element_ty
+        gates = gates.to(kind).to(tl.float32)
+        opened = (gates / (1 + tl.exp(-gates))).to(kind).to(tl.float32)
+        y = (opened * ups.to(kind).to(tl.float32)).to(kind)
+        tl.store(out + pair[:, None] * num_inner + column[None, :], y, mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def _outer(
+    inner, down, lists, counts, shares, out, num_inner, width, capacity,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(2) * ROWS
+    count = tl.load(counts + expert)
+    if first < count:
+        row = first + tl.arange(0, ROWS)
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        part = tl.arange(0, PART)
+        is_row, is_column = row < count, column < width
+        pair = tl.load(lists + expert * capacity + row, mask=is_row, other=0).to(tl.int64)
+        weights = down + expert * (num_inner * width) + column.to(tl.int64)[None, :] * num_inner
+        sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for begin in range(0, num_inner, PART):
+            at = begin + part
+            is_there = at < num_inner
+            where = pair[:, None] * num_inner + at[None, :]
+            a = tl.load(inner + where, mask=is_row[:, None] & is_there[None, :], other=0.0)
+            b = tl.load(weights + at[:, None], mask=is_there[:, None] & is_column[None, :], other=0.0)
+            sums = tl.dot(a, b, sums, input_precision=PRECISION)
+        kind = out.dtype.element_ty
+        share = tl.load(shares + pair, mask=is_row, other=0.0)
+        y = (sums.to(kind).to(tl.float32) * share[:, None]).to(kind)
+        tl.store(out + pair[:, None] * width + column[None, :], y, mask=is_row[:, None] & is_column[None, :])
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """How a layer sends tokens to its experts."""
+
+    weight: Tensor
+    k: int
+    norms: bool
+    rounds: bool  # shares are of the type of the model
+
+    @classmethod
+    def of(cls, module: Any, family: str) -> Router:
+        is_mixtral = family == "mixtral"
+        return cls(module.weight, module.top_k, is_mixtral or bool(module.norm_topk_prob), not is_mixtral)
+
+
+def experts(x: Tensor, router: Router, gate_up: Tensor, down: Tensor, counts: Tensor, routes: Tensor | None) -> Tensor:
+    """[tokens, k, width] from x [tokens, width]: what each of the k experts of a token makes of it, times its share.
+
+    `counts` [experts] are zero before. The experts of each token are written to `routes` [tokens, k], where wanted.
+    """
+    tokens, width = x.shape
+    num, _, num_inner = down.shape
+    k = router.k
+    logits = linear(x, router.weight)
+    shares = torch.empty((tokens, k), dtype=torch.float32, device=x.device)
+    lists = torch.empty((num, tokens), dtype=torch.int32, device=x.device)
+    _route[(tokens,)](
+        logits, shares, lists, counts, lists if routes is None else routes, 0 if routes is None else routes.stride(0),
+        tokens, num, triton.next_power_of_2(num), k, triton.next_power_of_2(k), router.norms, router.rounds,
+        routes is not None, num_warps=1,
+    )  # fmt: skip
+    inner = torch.empty((tokens * k, num_inner), dtype=x.dtype, device=x.device)
+    out = torch.empty((tokens, k, width), dtype=x.dtype, device=x.device)
+    if tokens <= _FEW_TOKENS:
+        rows, columns, part, warps, stages = 16, 16, 128, 4, 3
+    elif tokens <= _SOME_TOKENS:
+        rows, columns, part, warps, stages = 64, 64, 64, 4, 3
+    else:
+        rows, columns, part, warps, stages = 128, 64, 64, 8, 3
+    part = min(part, max(16, triton.next_power_of_2(min(width, num_inner))))
+    precision = "ieee" if x.dtype == torch.float32 else "tf32"
+    blocks = triton.cdiv(tokens, rows)
+    _inner[(triton.cdiv(num_inner, columns), num, blocks)](
+        x, gate_up, lists, counts, inner, num_inner, width, tokens,
+        k, rows, columns, part, precision, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    columns = columns if columns < 64 or tokens <= _SOME_TOKENS else 128
+    _outer[(triton.cdiv(width, columns), num, blocks)](
+        inner, down, lists, counts, shares, out, num_inner, width, tokens,
+        rows, columns, part, precision, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+def shared_expert(x: Tensor, module: Any, gate: Any) -> Tensor:
+    """[tokens, width]: one that all tokens are sent to, as far as its gate opens."""
+    inner = gated(linear(x, module.gate_proj.weight), linear(x, module.up_proj.weight))
+    return sigmoid(linear(x, gate.weight)) * linear(inner, module.down_proj.weight)

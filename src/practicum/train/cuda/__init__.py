@@ -1,0 +1,20 @@
+"""What makes training faster on a CUDA device: what transformers does in many passes over data, done in one."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+
+def speed_up(model: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the model computes with fast layers from now on: its passes must then be given `spans_of` positions."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    from practicum.train.cuda.layers import can_be_fast, use_fast_layers
+
+    if not can_be_fast(model.config, dtype):
+        return False
+    use_fast_layers(model)
+    return True

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TextIO
 
 
@@ -27,7 +27,7 @@ class Line:
 
     def ready(self, packages: Iterable[str] = ()) -> None:
         """Say that the next `go` may come, and with which versions we run."""
-        self._send({"ready": {package: version(package) for package in packages}})
+        self._send({"ready": {package: _version(package) for package in packages}})
 
     def wait_for_go(self) -> int:
         """How many steps to take now; 0 when it is over."""
@@ -46,6 +46,13 @@ class Line:
 
     def _send(self, message: dict[str, Any]) -> None:
         self._answers.write(json.dumps(message) + "\n")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "as it stands here"  # not installed, but on the path
 
 
 def step(seconds: float, amount: float, *, ended_cpu_s: float = 0.0, **parts: float) -> dict[str, Any]:

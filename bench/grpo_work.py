@@ -32,6 +32,12 @@ class Job:
     clip_low: float = 0.2
     clip_high: float = 0.28
     max_grad_norm: float = 1.0
+    device: str = "cpu"
+    dtype: str = "float32"
+    max_prompt_tokens: int = 64
+    micro_batch_tokens: int = 8192  # ours
+    pass_answers: int | None = None  # the peer's, in one forward and backward pass; None: all
+    replay: str = "disabled"
 
     @property
     def answers_per_step(self) -> int:
@@ -57,12 +63,12 @@ def words() -> list[str]:
     return [*SPECIAL_WORDS, *(next(made_up) for _ in range(VOCABULARY - len(SPECIAL_WORDS)))]
 
 
-def write_prompts(path: Path, num_prompts: int = 256, seed: int = 0) -> None:
+def write_prompts(path: Path, num_prompts: int = 256, seed: int = 0, num_words: tuple[int, int] = PROMPT_WORDS) -> None:
     chance = random.Random(seed)
     vocabulary = words()[len(SPECIAL_WORDS) :]
     with path.open("w") as file:
         for _ in range(num_prompts):
-            text = " ".join(chance.choices(vocabulary, k=chance.randint(*PROMPT_WORDS)))
+            text = " ".join(chance.choices(vocabulary, k=chance.randint(*num_words)))
             file.write(json.dumps({"prompt": text}) + "\n")
 
 

@@ -21,12 +21,12 @@ from bench.grpo_work import Job, even_share, read_prompts
 def grpo_config(job: Job) -> GRPOConfig:
     return GRPOConfig(
         output_dir=job.run_dir,
-        model_init_kwargs={"dtype": "float32"},
-        use_cpu=True,
-        bf16=False,
-        # All answers of a step in one pass and one update, as ours does.
-        per_device_train_batch_size=job.answers_per_step,
-        gradient_accumulation_steps=1,
+        model_init_kwargs={"dtype": job.dtype},
+        use_cpu=job.device == "cpu",
+        bf16=job.dtype == "bfloat16",
+        # One update a step, as ours does; all answers in one pass where there is memory for it.
+        per_device_train_batch_size=job.pass_answers or job.answers_per_step,
+        gradient_accumulation_steps=job.answers_per_step // (job.pass_answers or job.answers_per_step),
         num_iterations=1,
         num_generations=job.answers_per_prompt,
         max_completion_length=job.max_new_tokens,

@@ -25,10 +25,11 @@ _CHAT_TEMPLATE = (
 class Problem:
     left: int
     right: int
+    digits: int = 2
 
     @property
     def question(self) -> str:
-        return f"{self.left:02d}+{self.right:02d}="
+        return f"{self.left:0{self.digits}d}+{self.right:0{self.digits}d}="
 
     @property
     def answer(self) -> str:
@@ -71,8 +72,9 @@ def make_tokenizer() -> Any:
     return wrapped
 
 
-def make_model(seed: int) -> Any:
-    """A Qwen3-MoE of half a million parameters: 2 layers, 8 experts of which each token uses 2."""
+def make_model(seed: int, **changed: int) -> Any:
+    """A Qwen3-MoE of half a million parameters: 2 layers, 8 experts of which each token uses 2. `changed` are other
+    sizes."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -94,5 +96,6 @@ def make_model(seed: int) -> Any:
         "pad_token_id": 0,
         "eos_token_id": 1,
         "bos_token_id": None,
+        **changed,
     }
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape))

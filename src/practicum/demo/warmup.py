@@ -30,14 +30,17 @@ def warm_up(
     max_steps: int = 2000,
     batch_size: int = 64,
     lr: float = 2e-3,
+    model: Any = None,
     on_step: Callable[[int, float], None] = lambda step, accuracy: None,
 ) -> None:
     """Train the tiny model on questions with answers, a share of them wrong; save it and its tokenizer into `folder`.
+    `model` is another one, wherever it is.
 
     Stops when an answer sampled at temperature 1 would be right with probability `until_accuracy`, on the mean of the
     last batches (fresh problems each).
     """
-    tokenizer, model = make_tokenizer(), make_model(seed)
+    tokenizer = make_tokenizer()
+    model = make_model(seed) if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     random = np.random.default_rng(seed)
     recent: deque[float] = deque(maxlen=10)
@@ -45,10 +48,10 @@ def warm_up(
         chosen = [problems[i] for i in random.choice(len(problems), batch_size, replace=False)]
         right = random.random(batch_size) >= wrong_share
         answers = [p.answer if ok else _wrong_answer(p, random) for p, ok in zip(chosen, right, strict=True)]
-        input_ids, learnt = _batch(tokenizer, chosen, answers)
+        input_ids, learnt = (tensor.to(model.device) for tensor in _batch(tokenizer, chosen, answers))
         log_probs = model(input_ids=input_ids).logits[:, :-1].log_softmax(-1)
         log_probs = log_probs.gather(-1, input_ids[:, 1:, None])[..., 0] * learnt[:, 1:]
-        recent.append(log_probs.detach().sum(-1).exp()[torch.from_numpy(right)].mean().item())
+        recent.append(log_probs.detach().sum(-1).exp().cpu()[torch.from_numpy(right)].mean().item())
         accuracy = sum(recent) / len(recent)
         on_step(step, accuracy)
         if len(recent) == recent.maxlen and accuracy >= until_accuracy:
@@ -57,7 +60,7 @@ def warm_up(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    save_model(model, tokenizer, folder)
+    save_model(model.cpu(), tokenizer, folder)
 
 
 def _wrong_answer(problem: Problem, random: np.random.Generator) -> str:

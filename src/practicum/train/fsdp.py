@@ -40,7 +40,7 @@ def shard(root: nn.Module, model: Any, mesh: DeviceMesh, compute_dtype: torch.dt
         raise ModelError(f"{type(model).__name__} does not name its layers (_no_split_modules): it cannot be sharded.")
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     if mesh.size() == 1:  # there is nothing to gather, and what each layer's own group costs the host is most of a pass
-        fully_shard(layers, mesh=mesh, mp_policy=policy)  # type: ignore[call-overload]
+        fully_shard(layers, mesh=mesh, mp_policy=policy)
     else:
         for layer in reversed(layers):  # some families name modules inside one another: the inner ones first
             fully_shard(layer, mesh=mesh, mp_policy=policy)

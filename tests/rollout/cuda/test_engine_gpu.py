@@ -168,7 +168,7 @@ def test_a_hundred_times_asleep_and_awake_nothing_grows_and_nothing_changes(tiny
     assert torch.cuda.mem_get_info()[0] >= asleep - (8 << 20)
     engine.resume()
     awake = torch.cuda.mem_get_info()[0]
-    held = engine._cache.num_bytes + engine._weights.num_bytes
+    held = engine.held_bytes
     engine.release()
     assert torch.cuda.mem_get_info()[0] - awake >= 0.95 * held
     engine.close()

@@ -53,7 +53,7 @@ class Arena:
         )  # fmt: skip
         self._address = address.value
         self._handle: ctypes.c_uint64 | None = None
-        self._num_mapped = 0
+        self.num_mapped = 0
 
     @property
     def is_mapped(self) -> bool:
@@ -81,7 +81,7 @@ class Arena:
         except BaseException:
             _call("cuMemRelease", handle)
             raise
-        self._handle, self._num_mapped = handle, wanted
+        self._handle, self.num_mapped = handle, wanted
 
     def unmap(self) -> None:
         """Give the memory back. Does nothing when there is none."""
@@ -89,7 +89,8 @@ class Arena:
             return
         torch.cuda.synchronize(self._device)
         handle, self._handle = self._handle, None
-        _call("cuMemUnmap", ctypes.c_uint64(self._address), ctypes.c_size_t(self._num_mapped))
+        num_mapped, self.num_mapped = self.num_mapped, 0
+        _call("cuMemUnmap", ctypes.c_uint64(self._address), ctypes.c_size_t(num_mapped))
         _call("cuMemRelease", handle)
 
     def close(self) -> None:

@@ -157,6 +157,11 @@ class CudaRollout(ContinuousRollout):
             what, there = f"prompt {request.prompt.id} and its answer", self._pool.num * self._page_bytes
             raise self._too_large(what, needed * self._page_bytes, there / 1e9)
 
+    @property
+    def held_bytes(self) -> int:
+        """Of the device, awake: weights and cache."""
+        return self._weights.num_bytes + (self._cache.num_mapped if self._cache is not None else 0)
+
     def _open(self) -> None:
         """What is made once: addresses for the cache, what the device knows of rows, graphs."""
         size = self._room() if self._cache_gb is None else int(self._cache_gb * 1e9)

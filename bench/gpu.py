@@ -1,0 +1,243 @@
+"""`python -m bench.gpu`: the native engine and the trainer on a CUDA device, against transformers, TRL and the bounds.
+
+    engine      decoding and whole generation, dense and mixture of experts; one sequence; long contexts
+    agreement   greedy tokens of the engine and of `generate`; log-probs of the engine and of the trainer
+    memory      what sleeping gives back, and what a hundred times of it leave
+    train       updates against a plain step of transformers' model
+    grpo        whole training steps through Ray against TRL, with their phases and how idle the device is
+
+A part that fails is named in the file and makes the exit code 1; the others stay. `--quick` takes small shapes,
+`--part` only some, `--peer none` ours alone. Models are of bfloat16 with random weights, see gpu_models.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.gpu_grpo import grpo_rows
+from bench.gpu_models import save_shape, step_bytes
+from bench.gpu_train import agreement_rows, train_rows
+from bench.harness import ROOT, Row, environment, print_table, write_json
+from practicum.models import load_config
+from practicum.rollout.cuda.engine import CudaRollout
+from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams
+
+CASES = ("dense", "moe")
+_SMALL = {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 4096, "intermediate_size": 512}
+_WORDS = 2000
+
+
+@dataclass(slots=True)
+class Work:
+    folder: Path
+    quick: bool
+    peer: bool
+    num_rounds: int = 3
+    seen: dict[str, Any] = field(default_factory=dict)  # for the environment
+    _bandwidth: float = 0.0
+
+    def model(self, case: str) -> Path:
+        path = self.folder / case
+        return path if path.exists() else save_shape(case, path, **(_SMALL if self.quick else {}))
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second that a copy on the device reads and writes."""
+        if not self._bandwidth:
+            source = torch.empty(1 << (28 if self.quick else 32), dtype=torch.uint8, device="cuda")
+            target = torch.empty_like(source)
+            target.copy_(source)
+            seconds = min(timed(lambda: target.copy_(source)) for _ in range(5))
+            self._bandwidth = 2 * source.nbytes / seconds
+            self.seen["copy_tb_per_s"] = self._bandwidth / 1e12
+        return self._bandwidth
+
+
+def timed(function: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    function()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def requests(num: int, prompt: int, new: int, seed: int = 0, **params: Any) -> list[RolloutRequest]:
+    random = np.random.default_rng(seed)
+    return [
+        RolloutRequest(
+            Prompt(str(i), text="?"),
+            random.integers(2, _WORDS, prompt).astype(np.int32),
+            SamplingParams(new, ignore_eos=True, **params),
+            seed * num + i,
+        )
+        for i in range(num)
+    ]
+
+
+@contextmanager
+def opened(model: Path, **options: Any) -> Iterator[CudaRollout]:
+    engine = CudaRollout(
+        str(model), device=torch.device("cuda"), dtype=torch.bfloat16, max_batch=256, **options
+    )  # fmt: skip
+    engine.resume()
+    try:
+        yield engine
+    finally:
+        engine.close()
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def median_seconds(engine: CudaRollout, asked: Callable[[int], list[RolloutRequest]], num_rounds: int) -> float:
+    engine.generate(asked(99))  # graphs are recorded, kernels are built
+    return statistics.median(timed(lambda i=i: engine.generate(asked(i))) for i in range(num_rounds))  # type: ignore[misc]
+
+
+def engine_rows(work: Work) -> list[Row]:
+    sizes = {"many": (256, 128, 256), "one": (1, 128, 512), "long": (32, 8192, 128)}
+    if work.quick:
+        sizes = {"many": (8, 16, 24), "one": (1, 16, 24), "long": (2, 512, 16)}
+    rows = []
+    for case in CASES:
+        config = load_config(str(work.model(case)))
+        whole: dict[str, float] = {}
+        with opened(work.model(case), keep_routes=case == "moe") as engine:
+            for size, (num, prompt, new) in sizes.items():
+                seconds = [
+                    median_seconds(engine, lambda seed, n=n: requests(num, prompt, n, seed), work.num_rounds)  # noqa: B023
+                    for n in (new, 1)
+                ]
+                step_s = (seconds[0] - seconds[1]) / (new - 1)
+                bound_s = step_bytes(config, num, prompt + new // 2) / work.bandwidth
+                whole[size] = num * new / seconds[0]
+                label = f"{case} {num} x ({prompt} + {new})"
+                rows += [
+                    Row(label, "decode tokens/s", num / step_s, num / bound_s, "bandwidth bound"),
+                    Row(label, "decode ms a step", 1e3 * step_s, 1e3 * bound_s, "bandwidth bound", better="lower"),
+                    Row(label, "prompt tokens/s", num * prompt / seconds[1]),
+                ]
+        num, prompt, new = sizes["many"]
+        theirs = _generate_rate(work, case, num, prompt, new) if work.peer else None
+        name = "generate" if work.peer else None
+        rows.append(Row(f"{case} {num} x ({prompt} + {new})", "tokens/s", whole["many"], theirs, name))
+    return rows
+
+
+def _generate_rate(work: Work, case: str, num: int, prompt: int, new: int) -> float:
+    """Of transformers' `generate`, warmed up at full size."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(work.model(case), dtype=torch.bfloat16).cuda().eval()
+    asked = [torch.from_numpy(np.stack([r.prompt_ids for r in requests(num, prompt, 1, i)])).long() for i in range(2)]
+
+    exactly = {"do_sample": True, "max_new_tokens": new, "min_new_tokens": new}
+    seconds = [
+        timed(partial(model.generate, ids.cuda(), attention_mask=torch.ones_like(ids).cuda(), **exactly))
+        for ids in asked
+    ]
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+    return num * new / seconds[-1]
+
+
+def memory_rows(work: Work) -> list[Row]:
+    rows = []
+    with opened(work.model("dense")) as engine:
+        asked = requests(8, 16, 8)
+        before = [sample.token_ids.tolist() for sample in engine.generate(asked)]
+        engine.release()
+        asleep = torch.cuda.mem_get_info()[0]
+        engine.resume()
+        awake = torch.cuda.mem_get_info()[0]
+        held = engine.held_bytes
+        rows.append(Row("memory", "share of weights and cache that sleep gives back", (asleep - awake) / held))
+        seconds = []
+        for number in range(10 if work.quick else 100):
+            engine.release()
+            seconds.append(timed(engine.resume))
+            if number % 10 == 0:
+                assert [sample.token_ids.tolist() for sample in engine.generate(asked)] == before
+        engine.release()
+        grown = asleep - torch.cuda.mem_get_info()[0]
+        rows.append(Row("memory", f"MiB more asleep after {len(seconds)} times", grown / 2**20, better="lower"))
+        rows.append(Row("memory", "ms to wake up", 1e3 * statistics.median(seconds), better="lower"))
+        engine.resume()
+    return rows
+
+
+def written(work: Work, case: str, num: int, prompt: int, new: int, **params: Any) -> list[Sample]:
+    with opened(work.model(case), keep_routes=case == "moe") as engine:
+        return engine.generate(requests(num, prompt, new, **params))
+
+
+PARTS: dict[str, Callable[[Work], list[Row]]] = {
+    "engine": engine_rows,
+    "agreement": lambda work: [
+        row
+        for case in CASES
+        for row in agreement_rows(
+            work.model(case),
+            case,
+            written(work, case, *((8, 16, 24) if work.quick else (64, 128, 256))),
+            written(work, case, *((4, 16, 16) if work.quick else (32, 128, 64)), temperature=0.0),
+        )
+    ],
+    "memory": memory_rows,
+    "train": lambda work: [
+        row for case in CASES for row in train_rows(work.model(case), case, quick=work.quick, peer=work.peer)
+    ],
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--peer", choices=["none"])
+    parser.add_argument("--part", action="append", choices=[*PARTS, "grpo"])
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
+    options = parser.parse_args(arguments)
+    where = environment("python -m bench.gpu") | {"device": torch.cuda.get_device_name()}
+    rows: list[Row] = []
+    failed: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
+        work = Work(Path(name), options.quick, options.peer != "none", 1 if options.quick else 3)
+        for part in options.part or [*PARTS, "grpo"]:
+            began = time.monotonic()
+            try:
+                if part == "grpo":
+                    more, phases = grpo_rows(CASES, quick=work.quick, peer=work.peer)
+                    rows += more
+                    where["phases_s"] = phases
+                else:
+                    rows += PARTS[part](work)
+            except Exception as error:
+                traceback.print_exc()
+                failed[part] = f"{type(error).__name__}: {error}"
+            print(f"{part}: {time.monotonic() - began:.0f} s", flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+        where |= work.seen | {"failed": failed}
+    print_table(rows)
+    write_json(options.out / "gpu.json", rows, where)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""The whole training step on a CUDA device, ours through Ray against TRL's GRPOTrainer with transformers' generation.
+
+32 prompts of 128 tokens x 8 answers x 256 tokens and one update a step, in bfloat16. Both sides are in the Python that
+runs this: a machine with a device seldom has the network that peers' environments are made from.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from bench.gpu_models import save_shape
+from bench.grpo_work import Job, write_prompts
+from bench.harness import Row
+from bench.turns import Contestant, Plan, Tally, alternate
+
+PROMPT_WORDS = (127, 127)
+WORK: dict[str, int] = {"prompts_per_step": 32, "answers_per_prompt": 8, "max_new_tokens": 256, "pass_answers": 32}
+QUICK_WORK: dict[str, int] = {"prompts_per_step": 4, "answers_per_prompt": 4, "max_new_tokens": 32, "pass_answers": 4}
+_SMALL = {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 4096, "intermediate_size": 512}
+
+
+def grpo_rows(
+    cases: Sequence[str], *, quick: bool, peer: bool, folder: Path | None = None
+) -> tuple[list[Row], dict[str, object]]:
+    plan = Plan(warmup_steps=1 if quick else 2, num_rounds=1 if quick else 4, steps_per_turn=1)
+    rows: list[Row] = []
+    seen: dict[str, object] = {}
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
+        folder = folder or Path(name)
+        prompts = folder / "prompts.jsonl"
+        write_prompts(prompts, num_words=PROMPT_WORDS)
+        for case in cases:
+            model = folder / case
+            if not model.exists():
+                save_shape(case, model, **(_SMALL if quick else {}))
+            job = Job(
+                str(model), str(prompts), str(folder / f"{case}-run"), 8, **(QUICK_WORK if quick else WORK),
+                device="cuda", dtype="bfloat16", max_prompt_tokens=256, micro_batch_tokens=49_152,
+                replay="R3" if case == "moe" else "disabled",
+            )  # fmt: skip
+            tallies = _contest(folder, job, plan, peer=peer and find_spec("trl") is not None)
+            rows += _rows(case, tallies)
+            seen[case] = {name: tally.parts() for name, tally in tallies.items()}
+    return rows, seen
+
+
+def _contest(folder: Path, job: Job, plan: Plan, *, peer: bool) -> dict[str, Tally]:
+    env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    modules = {"practicum": "bench.contestants.practicum_grpo", **({"trl": "bench.peers.trl_grpo"} if peer else {})}
+    with ExitStack() as stack:
+        contestants = []
+        for name, module in modules.items():
+            path = folder / f"{name}.json"
+            replace(job, run_dir=f"{job.run_dir}-{name}").write(path)
+            command = [sys.executable, "-m", module, str(path)]
+            contestants.append(stack.enter_context(Contestant(name, command, folder, env)))
+        return alternate(contestants, plan)
+
+
+def _rows(case: str, tallies: dict[str, Tally]) -> list[Row]:
+    ours, theirs = tallies["practicum"], tallies.get("trl")
+    name = "trl" if theirs else None
+    parts = ours.parts()
+    seconds = parts.pop("step", 0.0) or sum(value for part, value in parts.items() if part != "idle")
+    rows = [Row(f"grpo {case}", "tokens/s", ours.rate, theirs.rate if theirs else None, name)]
+    rows += [Row(f"grpo {case}", f"{part} s", value, better="lower") for part, value in parts.items()]
+    return [*rows, Row(f"grpo {case}", "idle share", parts.get("idle", 0.0) / seconds, better="lower")]

@@ -231,11 +231,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 traceback.print_exc()
                 failed[part] = f"{type(error).__name__}: {error}"
             print(f"{part}: {time.monotonic() - began:.0f} s", flush=True)
+            write_json(options.out / "gpu.json", rows, where | work.seen | {"failed": failed})  # what there is so far
             gc.collect()
             torch.cuda.empty_cache()
-        where |= work.seen | {"failed": failed}
-    print_table(rows)
-    write_json(options.out / "gpu.json", rows, where)
+    print_table("gpu", rows)
     return 1 if failed else 0
 
 

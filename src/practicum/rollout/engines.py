@@ -87,6 +87,7 @@ def _native(settings: EngineSettings) -> BaseRollout:
                 max_batch=settings.max_batch,
                 cache_gb=settings.cache_gb,
                 keep_routes=settings.keep_routes,
+                beside_trainer=settings.stays_loaded,
             )
         log.warning("rollout.engine=native goes its slow way on %s, several times slower: %s", device, reason)
     from practicum.rollout.native import NativeRollout

@@ -123,9 +123,17 @@ def test_rows_that_give_way_to_others_write_the_same(keep_routes: bool, tmp_path
             assert np.array_equal(one.routes.experts, other.routes.experts)
             assert one.routes.known.tolist() == other.routes.known.tolist()
     assert tight._pool.num_free == tight._pool.num
-    with pytest.raises(RolloutError, match=r"cache_gb"):
-        tight.generate(long_requests(1, 200, 56))
     tight.close()
+
+
+def test_what_the_cache_has_no_room_for_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    folder = save_family("llama", tmp_path)
+    page = opened(folder)._page_bytes
+    engine = opened(folder, cache_gb=3.2 * page / 1e9)  # two pages of 64 tokens, and one that belongs to nobody
+    assert len(engine.generate(long_requests(1, 100, 28))[0].token_ids) == 28
+    with pytest.raises(RolloutError, match=r"prompt 0 and its answer .* more than rollout\.cache_gb=.*raise it"):
+        engine.generate(long_requests(1, 100, 29))
+    engine.close()
 
 
 def test_prompts_of_many_lengths_and_long_ones_are_read_in_parts(tmp_path: Path, monkeypatch: Any) -> None:

@@ -64,11 +64,10 @@ class Arena:
         not enough."""
         if self._handle is not None:
             return
-        torch.cuda.empty_cache()  # what torch keeps for itself is not free
         wanted = self.num_bytes if num_bytes is None else -(-num_bytes // self._step) * self._step
         handle, size = ctypes.c_uint64(), ctypes.c_size_t(wanted)
         try:
-            _call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._properties), ctypes.c_uint64(0))
+            self._create(handle, size)
         except MemoryError:
             raise ResourceError(
                 f"{gigabytes(wanted)} of {self._device} are wanted, and {gigabytes(free_bytes(self._device))} are free."
@@ -82,6 +81,14 @@ class Arena:
             _call("cuMemRelease", handle)
             raise
         self._handle, self.num_mapped = handle, wanted
+
+    def _create(self, handle: ctypes.c_uint64, size: ctypes.c_size_t) -> None:
+        arguments = ctypes.byref(handle), size, ctypes.byref(self._properties), ctypes.c_uint64(0)
+        try:
+            _call("cuMemCreate", *arguments)
+        except MemoryError:
+            torch.cuda.empty_cache()  # what torch keeps for itself is not free
+            _call("cuMemCreate", *arguments)
 
     def unmap(self) -> None:
         """Give the memory back. Does nothing when there is none."""

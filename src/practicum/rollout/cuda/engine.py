@@ -42,7 +42,7 @@ from practicum.types import FinishReason, RolloutRequest, SamplingParams
 from practicum.weights import WeightUpdate
 
 _READ_TOKENS = 16384  # in one pass
-_CACHE_SHARE = 1 / 3
+_CACHE_SHARE, _MOST_SHARE = 1 / 3, 0.9  # of what is free: unless another is asked for, and in any case
 _PAGES_AT_A_TIME = 4
 _DEPTH = 4  # launches that the host has room for
 _AGREES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -80,7 +80,10 @@ class _Flight:
 
 
 class CudaRollout(ContinuousRollout):
-    """`cache_gb` bounds the memory for keys and values; None: a third of what is free when it is first resumed."""
+    """`cache_gb` bounds the memory for keys and values; None: a third of what is free when it is first resumed.
+
+    `beside_trainer`: one computes in this process while it sleeps, and gets by torch what memory torch has kept.
+    """
 
     def __init__(
         self,
@@ -91,9 +94,11 @@ class CudaRollout(ContinuousRollout):
         max_batch: int,
         cache_gb: float | None = None,
         keep_routes: bool = False,
+        beside_trainer: bool = False,
     ) -> None:
         super().__init__(model_path, device=device, dtype=dtype, max_batch=max_batch, keep_routes=keep_routes)
         self._cache_gb = cache_gb
+        self._beside_trainer = beside_trainer
         self._lean = LeanModel(self._model)
         self._weights = ArenaWeights(self._model, device)
         self._page_bytes = self._lean.numbers_per_token * PAGE * dtype.itemsize
@@ -114,7 +119,7 @@ class CudaRollout(ContinuousRollout):
         if is_first:
             self._open()
         assert self._cache is not None
-        room = self._cache.num_bytes if is_first else min(self._cache.num_bytes, self._room())
+        room = self._cache_bytes if is_first else min(self._cache_bytes, self._room())
         num = room // self._page_bytes
         if num < 3:
             raise RolloutError(
@@ -132,7 +137,8 @@ class CudaRollout(ContinuousRollout):
         self._weights.sleep()
         if self._cache is not None:
             self._cache.unmap()
-        give_back_memory(self._device)
+        if not self._beside_trainer:
+            give_back_memory(self._device)
         self._awake = False
 
     def update_weights(self, update: WeightUpdate) -> None:
@@ -164,8 +170,8 @@ class CudaRollout(ContinuousRollout):
 
     def _open(self) -> None:
         """What is made once: addresses for the cache, what the device knows of rows, graphs."""
-        size = self._room() if self._cache_gb is None else int(self._cache_gb * 1e9)
-        self._cache = Arena(size, self._device)
+        self._cache_bytes = self._room()
+        self._cache = Arena(self._cache_bytes, self._device)
         self._longest = most_positions(self._model.config) or 1 << 20
         self._slots = Slots(self._max_batch, num_pages(self._longest) + _PAGES_AT_A_TIME, self._device)
         most = rung(self._max_batch)
@@ -188,7 +194,11 @@ class CudaRollout(ContinuousRollout):
         self._try_out()
 
     def _room(self) -> int:
-        return int(free_bytes(self._device) * _CACHE_SHARE)
+        """Bytes for the cache: what was asked for, as far as it is there, or a share of what there is."""
+        free = free_bytes(self._device) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return (
+            int(free * _CACHE_SHARE) if self._cache_gb is None else int(min(self._cache_gb * 1e9, free * _MOST_SHARE))
+        )
 
     # Writing
 

@@ -5,7 +5,7 @@
     outer    by down, times the token's share, apart for each of the k: whoever takes it adds them up
 
 A list has room for all tokens, since each chooses an expert once at most; how long it is stays on the device. Places in
-a list go to whoever comes first, which no result depends on.
+a list go to whoever comes first, which no result depends on. A single token needs no lists.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear, sigmoid
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from practicum.rollout.cuda.parts import gated
+from practicum.rollout.cuda.parts import LARGEST_WIDTH, gated, product, starts_early
 
 _FEW_TOKENS, _SOME_TOKENS = 16, 1024
 
 
 @triton.jit
 def _route(
-    logits, shares, lists, counts, routes, route_stride, capacity,
+    logits, shares, choices, lists, counts, routes, route_stride, capacity,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr,
     NORMS: tl.constexpr, ROUNDS: tl.constexpr, RECORDS: tl.constexpr,
 ):  # fmt: skip
@@ -49,6 +50,7 @@ def _route(
     if ROUNDS:
         own = own.to(logits.dtype.element_ty).to(tl.float32)
     tl.store(shares + token * K + which, own, mask=is_one)
+    tl.store(choices + token * K + which, chosen, mask=is_one)
     place = tl.atomic_add(counts + chosen, 1, mask=is_one)
     tl.store(lists + chosen.to(tl.int64) * capacity + place, (token * K + which).to(tl.int32), mask=is_one)
     if RECORDS:
@@ -118,6 +120,49 @@ def _outer(
         tl.store(out + pair[:, None] * width + column[None, :], y, mask=is_row[:, None] & is_column[None, :])
 
 
+@triton.jit
+def _inner_of_one(
+    x, gate_up, choices, out, num_inner, width, BLOCK: tl.constexpr, PART: tl.constexpr, EARLY: tl.constexpr
+):
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    number = tl.program_id(1)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.arange(0, PART)
+    expert = tl.load(choices + number).to(tl.int64)
+    where = expert * (2 * num_inner * width) + place.to(tl.int64)[:, None] * width + at[None, :]
+    mask = (place < num_inner)[:, None] & (at < width)[None, :]
+    gates = tl.load(gate_up + where, mask=mask, other=0.0).to(tl.float32)
+    ups = tl.load(gate_up + num_inner * width + where, mask=mask, other=0.0).to(tl.float32)
+    piece = tl.load(x + at, mask=at < width, other=0.0).to(tl.float32)[None, :]
+    kind = out.dtype.element_ty
+    gate = tl.sum(gates * piece, 1).to(kind).to(tl.float32)
+    opened = (gate / (1 + tl.exp(-gate))).to(kind).to(tl.float32)
+    y = opened * tl.sum(ups * piece, 1).to(kind).to(tl.float32)
+    tl.store(out + number * num_inner + place, y.to(kind), mask=place < num_inner)
+
+
+@triton.jit
+def _outer_of_one(
+    inner, down, choices, shares, out, num_inner, width, BLOCK: tl.constexpr, PART: tl.constexpr, EARLY: tl.constexpr
+):
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    number = tl.program_id(1)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.arange(0, PART)
+    expert = tl.load(choices + number).to(tl.int64)
+    where = expert * (num_inner * width) + place.to(tl.int64)[:, None] * num_inner + at[None, :]
+    mask = (place < width)[:, None] & (at < num_inner)[None, :]
+    weights = tl.load(down + where, mask=mask, other=0.0).to(tl.float32)
+    piece = tl.load(inner + number * num_inner + at, mask=at < num_inner, other=0.0).to(tl.float32)
+    kind = out.dtype.element_ty
+    y = tl.sum(weights * piece[None, :], 1).to(kind).to(tl.float32) * tl.load(shares + number)
+    tl.store(out + number * width + place, y.to(kind), mask=place < width)
+
+
 @dataclass(frozen=True, slots=True)
 class Router:
     """How a layer sends tokens to its experts."""
@@ -141,16 +186,30 @@ def experts(x: Tensor, router: Router, gate_up: Tensor, down: Tensor, counts: Te
     tokens, width = x.shape
     num, _, num_inner = down.shape
     k = router.k
-    logits = linear(x, router.weight)
+    is_one = tokens == 1 and max(width, num_inner) <= LARGEST_WIDTH
+    logits = product(x, router.weight) if is_one else linear(x, router.weight)
+    choices = torch.empty((tokens, k), dtype=torch.int32, device=x.device)
     shares = torch.empty((tokens, k), dtype=torch.float32, device=x.device)
     lists = torch.empty((num, tokens), dtype=torch.int32, device=x.device)
     _route[(tokens,)](
-        logits, shares, lists, counts, lists if routes is None else routes, 0 if routes is None else routes.stride(0),
-        tokens, num, triton.next_power_of_2(num), k, triton.next_power_of_2(k), router.norms, router.rounds,
-        routes is not None, num_warps=1,
+        logits, shares, choices, lists, counts, lists if routes is None else routes,
+        0 if routes is None else routes.stride(0), tokens,
+        num, triton.next_power_of_2(num), k, triton.next_power_of_2(k), router.norms, router.rounds, routes is not None,
+        num_warps=1,
     )  # fmt: skip
     inner = torch.empty((tokens * k, num_inner), dtype=x.dtype, device=x.device)
     out = torch.empty((tokens, k, width), dtype=x.dtype, device=x.device)
+    if is_one:
+        early = starts_early(x.device)
+        _inner_of_one[(triton.cdiv(num_inner, 4), k)](
+            x, gate_up, choices, inner, num_inner, width, 4, triton.next_power_of_2(width), early,
+            num_warps=4, launch_pdl=early,
+        )  # fmt: skip
+        _outer_of_one[(triton.cdiv(width, 8), k)](
+            inner, down, choices, shares, out, num_inner, width, 8, triton.next_power_of_2(num_inner), early,
+            num_warps=4, launch_pdl=early,
+        )  # fmt: skip
+        return out
     if tokens <= _FEW_TOKENS:
         rows, columns, part, warps, stages = 16, 16, 128, 4, 3
     elif tokens <= _SOME_TOKENS:

@@ -132,7 +132,7 @@ class LeanModel:
         """[rows, vocabulary] of the next token of each, of tokens by slot."""
         slots = rows.slots.long()
         now = rows.positions[slots]
-        if len(slots) == 1 and self._is_narrow and all(layer.gates for layer in self._layers):
+        if len(slots) == 1 and self._is_narrow:
             return self._logits_of_one(tokens[slots], now, rows, pages)
         return self._logits(self._body(tokens[slots], now, rows.slots, rows.tables, pages, rows, rows.routes))
 
@@ -167,9 +167,11 @@ class LeanModel:
         """Of a single row: there all that counts is how fast weights are read, and how few kernels there are."""
         assert self._angles is not None, "a pass before `turn`"
         hidden = self._embedding(tokens)
+        routing = _Routing(self._layers, hidden, rows.routes)
+        more: Tensor | None = None  # what experts add, which is not in `hidden` yet
         for number, layer in enumerate(self._layers):
-            norm = layer.before_attention.weight, layer.before_attention.variance_epsilon
-            parts = [product(hidden, weight, bias=bias, norm=norm) for weight, bias in layer.projections]
+            x, norm = _to_norm(hidden, more, layer.before_attention)
+            parts = [product(x, weight, bias=bias, norm=norm) for weight, bias in layer.projections]
             query, key, value = self._split(parts)
             query, _ = place(
                 query, key, value, layer.norms, layer.eps, self._angles, rows.slots, positions, rows.tables,
@@ -177,12 +179,16 @@ class LeanModel:
             )  # fmt: skip
             attended = _decoded(query, pages[:, number], rows, layer).flatten(1)
             product(attended, layer.attention.o_proj.weight, bias=layer.attention.o_proj.bias, added_to=hidden)
-            norm = layer.before_mlp.weight, layer.before_mlp.variance_epsilon
+            own = layer.before_mlp
+            if layer.router is not None:
+                more = routing(layer, normed(hidden, None, own.weight, own.variance_epsilon))
+                continue
+            more = None
             gate, up = layer.gates if len(layer.gates) == 2 else layer.gates[0].chunk(2)
-            inner = product(hidden, gate, up=up, norm=norm)
+            inner = product(hidden, gate, up=up, norm=(own.weight, own.variance_epsilon))
             product(inner, layer.mlp.down_proj.weight, added_to=hidden)
-        norm = self._norm.weight, self._norm.variance_epsilon
-        return product(hidden, self._head.weight, bias=self._head.bias, norm=norm)
+        x, norm = _to_norm(hidden, more, self._norm)
+        return product(x, self._head.weight, bias=self._head.bias, norm=norm)
 
     def _projected(self, layer: _Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._split([linear(x, weight, bias) for weight, bias in layer.projections])
@@ -197,6 +203,13 @@ class LeanModel:
     def _logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = linear(hidden, self._head.weight, self._head.bias)
         return logits
+
+
+def _to_norm(hidden: Tensor, more: Tensor | None, norm: Any) -> tuple[Tensor, tuple[Tensor, float] | None]:
+    """What a product is of, and what it norms that by; normed already where something had to be added first."""
+    if more is None:
+        return hidden, (norm.weight, norm.variance_epsilon)
+    return normed(hidden, more, norm.weight, norm.variance_epsilon), None
 
 
 class _Reading:

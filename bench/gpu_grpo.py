@@ -28,7 +28,7 @@ _SMALL = {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 4096, "inter
 def grpo_rows(
     cases: Sequence[str], *, quick: bool, peer: bool, folder: Path | None = None
 ) -> tuple[list[Row], dict[str, object]]:
-    plan = Plan(warmup_steps=1 if quick else 2, num_rounds=1 if quick else 4, steps_per_turn=1)
+    plan = Plan(warmup_steps=1 if quick else 2, num_rounds=1 if quick else 3, steps_per_turn=1)
     rows: list[Row] = []
     seen: dict[str, object] = {}
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:

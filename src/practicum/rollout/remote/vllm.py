@@ -129,11 +129,14 @@ class VllmRollout(RemoteRollout):
         assert not self._is_asleep, "update_weights before resume"
         with tempfile.TemporaryDirectory(prefix="weights-", dir=self._exchange_dir) as folder:
             write_folder(Path(folder), self._path, update.tensors)
-            self._call("/collective_rpc", {"method": "practicum_load", "args": [folder]})
+            self._load(folder)
         # Keys and values of the old weights would be taken for those of the new ones.
         if not self._call("/reset_prefix_cache").get("success"):
             raise RolloutError(f"{self._name} still writes, so its cache cannot be emptied for new weights.")
         self._version = update.version
+
+    def _load(self, folder: str) -> None:
+        self._call("/collective_rpc", {"method": "practicum_load", "args": [folder]})
 
     def close(self) -> None:
         """End it. A server also ends with this process, however that comes."""

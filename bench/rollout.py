@@ -1,9 +1,10 @@
-"""`rollout`: the native engine against transformers, TRL and vLLM; against the machine; and in training against `hf`.
+"""`rollout`: the native engine against transformers, TRL and vLLM; against the machine; in training; its promises.
 
     contest   equal, mixed, different, shared; dense and moe   ours and the peers                    in turns
     alone     share of the matrix rate, log-probs, greedy      ours                                  a step each
-    demo      the demonstration's training                     rollout.engine=native and =hf         in turns
+    demo      the demonstration's training, its accuracy       rollout.engine=native and =hf         in turns
     weights   a version from trainer to engine, by channel     memcpy; see rollout_weights.py        in turns
+    promises  kill, update under load, conversation            ours; see rollout_promises.py         once
 
 The work is in rollout_work.py, what is checked of ours alone in rollout_checks.py.
 """
@@ -21,12 +22,13 @@ from pathlib import Path
 from bench.grpo_work import VOCABULARY, write_model
 from bench.harness import Options, Outcome, Peer, Row, UsageError
 from bench.rollout_work import DENSE, MOE, Job, make_cases
-from bench.turns import Contestant, Plan, Tally, alternate, take_turns
+from bench.turns import Contestant, Plan, Tally, take_turns
 
 OURS, GENERATE, CONTINUOUS, TRL, VLLM = "practicum", "generate", "continuous_batching", "trl", "vllm"
 PEERS = (GENERATE, CONTINUOUS, TRL, VLLM)
 IN_ENVIRONMENTS_OF_THEIR_OWN = (TRL, VLLM)
 LOG_PROBS, GREEDY, DEMO, WEIGHTS = "log-probs", "greedy", "demo", "weights"
+PROMISES = ("kill", "update under load", "conversation")
 TOKENS, CPU = "tokens/s", "CPU s per 1000 tokens"
 SHARE = "share of the matrix rate"
 DIFFERENCE = "largest difference to a full forward pass"
@@ -39,6 +41,7 @@ class Sizes:
     plan: Plan
     num_looks: int  # at what is checked of ours alone and depends on the machine
     demo: Plan
+    demo_steps: int  # in all; those that are timed are among the first
     demo_accuracy: float  # of its model before the training
     demo_backend: str
     end_s: float  # then contestants are killed: nothing of worth is left in them
@@ -50,6 +53,7 @@ FULL = Sizes(
     plan=Plan(warmup_steps=1, num_rounds=7, steps_per_turn=1, extra_rounds=14, patience_s=300, turn_s=600),
     num_looks=5,
     demo=Plan(warmup_steps=4, num_rounds=8, steps_per_turn=5, extra_rounds=16, patience_s=300),
+    demo_steps=150,
     demo_accuracy=0.3,
     demo_backend="ray",
     end_s=3.0,
@@ -60,6 +64,7 @@ QUICK = Sizes(
     plan=Plan(warmup_steps=1, num_rounds=1, steps_per_turn=1),
     num_looks=1,
     demo=Plan(warmup_steps=1, num_rounds=1, steps_per_turn=2),
+    demo_steps=4,
     demo_accuracy=0.0,
     demo_backend="local",  # starting Ray twice takes too long for a quick look
     end_s=0.3,
@@ -84,13 +89,18 @@ def run(options: Options) -> Outcome:
             rows += found.rows
             where |= found.environment
         if options.wants(DEMO):
-            tallies = demo(sizes, folder)
-            rows += demo_rows(tallies)
+            tallies, accuracy = demo(sizes, folder)
+            rows += demo_rows(tallies, accuracy)
             where["demo_cpu_share_of_others"] = _share_of_others(tallies)
-    if options.wants(WEIGHTS):
-        from bench import rollout_weights  # brings torch, which other benchmarks can do without
+        # What is imported here brings torch, which other benchmarks can do without.
+        if options.wants(WEIGHTS):
+            from bench import rollout_weights
 
-        rows += rollout_weights.rows(options)
+            rows += rollout_weights.rows(options)
+        if any(map(options.wants, PROMISES)):
+            from bench import rollout_promises
+
+            rows += rollout_promises.rows(options, folder)
     return Outcome(rows, where)
 
 
@@ -188,31 +198,38 @@ def check_row(check: str, value: float) -> Row:
 # The demonstration's training
 
 
-def demo(sizes: Sizes, folder: Path) -> dict[str, Tally]:
+def demo(sizes: Sizes, folder: Path) -> tuple[dict[str, Tally], dict[str, float]]:
+    """Of each engine its timed steps, and the accuracy on held-out problems when it has been trained to the end."""
     from practicum.demo.arithmetic import all_problems, write_problems
     from practicum.demo.run import NUM_HELD_OUT, WRONG_SHARE
     from practicum.demo.warmup import warm_up
 
-    train, _ = all_problems(0, NUM_HELD_OUT)
+    train, held_out = all_problems(0, NUM_HELD_OUT)
     write_problems(folder / "train.jsonl", train)
+    write_problems(folder / "held-out.jsonl", held_out)
     warm_up(folder / "model", train, seed=0, until_accuracy=sizes.demo_accuracy, wrong_share=WRONG_SHARE)
     program = [sys.executable, "-m", "bench.contestants.practicum_demo"]
     with ExitStack() as stack:
-        contestants = [
-            stack.enter_context(
-                Contestant(engine, [*program, engine, str(folder), sizes.demo_backend], folder, end_s=sizes.end_s)
-            )
-            for engine in ("native", "hf")
-        ]
-        return alternate(contestants, sizes.demo)
+        contestants = []
+        for engine in ("native", "hf"):
+            words = [*program, engine, str(folder), sizes.demo_backend, str(sizes.demo_steps)]
+            contestants.append(stack.enter_context(Contestant(engine, words, folder, end_s=sizes.end_s)))
+        for one in contestants:
+            one.ready(sizes.demo.start_s)
+        tallies = take_turns(contestants, sizes.demo)
+        accuracy = {one.name: one.go(1, sizes.demo.turn_s, "accuracy")[0].amount for one in contestants}
+        for one in contestants:
+            one.dismiss()
+        return tallies, accuracy
 
 
-def demo_rows(tallies: Mapping[str, Tally]) -> list[Row]:
+def demo_rows(tallies: Mapping[str, Tally], accuracy: Mapping[str, float]) -> list[Row]:
     ours, theirs = tallies["native"], tallies["hf"]
     return [
         Row(DEMO, TOKENS, ours.rate, theirs.rate, "hf"),
         Row(DEMO, "s of a step for rollout", ours.parts()["rollout"], theirs.parts()["rollout"], "hf", better="lower"),
         Row(DEMO, CPU, ours.cpu_s_per_1000, theirs.cpu_s_per_1000, "hf", better="lower"),
+        Row(DEMO, "held-out accuracy at the end", accuracy["native"], accuracy["hf"], "hf"),
     ]
 
 

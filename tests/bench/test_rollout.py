@@ -226,7 +226,13 @@ def test_the_demo_compares_our_two_engines() -> None:
         "native": Tally(steps=[Step(1.0, 300, {"rollout": 0.2})], cpu_s=1.0),
         "hf": Tally(steps=[Step(2.0, 300, {"rollout": 0.8})], cpu_s=2.0),
     }
-    assert [row.ratio for row in rollout.demo_rows(tallies)] == [2.0, 4.0, 2.0]
+    assert [row.ratio for row in rollout.demo_rows(tallies, {"native": 0.9, "hf": 0.6})] == [2.0, 4.0, 2.0, 1.5]
+
+
+@pytest.mark.parametrize("sizes", [rollout.FULL, rollout.QUICK])
+def test_the_demo_goes_on_after_its_timed_steps(sizes: rollout.Sizes) -> None:
+    most = sizes.demo.warmup_steps + (sizes.demo.num_rounds + sizes.demo.extra_rounds) * sizes.demo.steps_per_turn
+    assert most < sizes.demo_steps
 
 
 def test_peers_that_are_not_installed_are_left_out_unless_asked_for(
@@ -251,16 +257,17 @@ def test_only_what_is_asked_for_is_done(monkeypatch: pytest.MonkeyPatch) -> None
         return rollout.Outcome([])
 
     monkeypatch.setattr(rollout, "contest", contest)
-    monkeypatch.setattr(rollout, "demo", lambda *_: done.append("demo") or {})
-    monkeypatch.setattr(rollout, "demo_rows", lambda _: [])
+    monkeypatch.setattr(rollout, "demo", lambda *_: done.append("demo") or ({}, {}))
+    monkeypatch.setattr(rollout, "demo_rows", lambda *_: [])
     monkeypatch.setattr(rollout, "_share_of_others", lambda _: 0.0)
     monkeypatch.setattr("bench.rollout_weights.rows", lambda _: done.append("weights") or [])
-    for case in ("mixed", "greedy", "demo", "weights"):
+    monkeypatch.setattr("bench.rollout_promises.rows", lambda *_: done.append("promises") or [])
+    for case in ("mixed", "greedy", "demo", "weights", "kill"):
         rollout.run(Options(quick=True, peer="generate", case=case))
-    assert done == [(["generate"], [], ["mixed", "mixed moe"]), ([], ["greedy"], []), "demo", "weights"]
+    assert done == [(["generate"], [], ["mixed", "mixed moe"]), ([], ["greedy"], []), "demo", "weights", "promises"]
     done.clear()
     rollout.run(Options(quick=True, peer="none"))
-    assert done == [([], ["log-probs", "greedy"], CASES), "demo", "weights"]
+    assert done == [([], ["log-probs", "greedy"], CASES), "demo", "weights", "promises"]
 
 
 def test_the_sizes_can_be_written_to_a_result_file() -> None:

@@ -4,7 +4,7 @@
     alone     share of the matrix rate, log-probs, greedy      ours                                  a step each
     demo      the demonstration's training, its accuracy       rollout.engine=native and =hf         in turns
     weights   a version from trainer to engine, by channel     memcpy; see rollout_weights.py        in turns
-    promises  kill, update under load, conversation            ours; see rollout_promises.py         once
+    promises  kill, update under load, conversation            ours                                  once
 
 The work is in rollout_work.py, what is checked of ours alone in rollout_checks.py.
 """
@@ -14,9 +14,11 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from bench.grpo_work import VOCABULARY, write_model
@@ -28,7 +30,7 @@ OURS, GENERATE, CONTINUOUS, TRL, VLLM = "practicum", "generate", "continuous_bat
 PEERS = (GENERATE, CONTINUOUS, TRL, VLLM)
 IN_ENVIRONMENTS_OF_THEIR_OWN = (TRL, VLLM)
 LOG_PROBS, GREEDY, DEMO, WEIGHTS = "log-probs", "greedy", "demo", "weights"
-PROMISES = ("kill", "update under load", "conversation")
+REPLICAS, CONVERSATION, NUM_TURNS = "kill, update under load", "conversation", 50
 TOKENS, CPU = "tokens/s", "CPU s per 1000 tokens"
 SHARE = "share of the matrix rate"
 DIFFERENCE = "largest difference to a full forward pass"
@@ -44,7 +46,9 @@ class Sizes:
     demo_steps: int  # in all; those that are timed are among the first
     demo_accuracy: float  # of its model before the training
     demo_backend: str
+    promised_tokens: int  # of each answer of the replicas
     end_s: float  # then contestants are killed: nothing of worth is left in them
+    more_environment: Mapping[str, str]  # of all contestants
 
 
 FULL = Sizes(
@@ -56,7 +60,9 @@ FULL = Sizes(
     demo_steps=150,
     demo_accuracy=0.3,
     demo_backend="ray",
+    promised_tokens=48,
     end_s=3.0,
+    more_environment={},
 )
 QUICK = Sizes(
     num_prompts=8,
@@ -67,7 +73,10 @@ QUICK = Sizes(
     demo_steps=4,
     demo_accuracy=0.0,
     demo_backend="local",  # starting Ray twice takes too long for a quick look
+    promised_tokens=16,
     end_s=0.3,
+    # They get ready all at once: threads that spin while they wait for each other would take the cores from the others.
+    more_environment={"OMP_WAIT_POLICY": "passive"},
 )
 
 
@@ -88,19 +97,15 @@ def run(options: Options) -> Outcome:
             found = contest(job, commands if wanted else {}, checks, list(wanted), sizes, folder)
             rows += found.rows
             where |= found.environment
-        if options.wants(DEMO):
-            tallies, accuracy = demo(sizes, folder)
-            rows += demo_rows(tallies, accuracy)
-            where["demo_cpu_share_of_others"] = _share_of_others(tallies)
-        # What is imported here brings torch, which other benchmarks can do without.
-        if options.wants(WEIGHTS):
-            from bench import rollout_weights
-
-            rows += rollout_weights.rows(options)
-        if any(map(options.wants, PROMISES)):
-            from bench import rollout_promises
-
-            rows += rollout_promises.rows(options, folder)
+        promised = [name for name in PROMISES if options.wants(name)]
+        parts: list[Callable[[], Outcome]] = []
+        parts += [partial(demo, sizes, folder)] if options.wants(DEMO) else []
+        parts += [partial(weights, options)] if options.wants(WEIGHTS) else []
+        parts += [partial(promises, promised, sizes, folder)] if promised else []
+        with ThreadPoolExecutor(3) as threads:
+            for found in threads.map(_call, parts) if options.quick else map(_call, parts):
+                rows += found.rows
+                where |= found.environment
     return Outcome(rows, where)
 
 
@@ -160,7 +165,7 @@ def contest(
         everyone = []
         for name, command in entries.items():
             program = [*command, str(folder / "job.json"), name]
-            env = peer_environment(name, command)
+            env = {**peer_environment(name, command), **sizes.more_environment}
             everyone.append(stack.enter_context(Contestant(name, program, folder, env, end_s=sizes.end_s)))
         ours = everyone[0]
         versions = {OURS: ours.ready(plan.start_s)}
@@ -198,8 +203,8 @@ def check_row(check: str, value: float) -> Row:
 # The demonstration's training
 
 
-def demo(sizes: Sizes, folder: Path) -> tuple[dict[str, Tally], dict[str, float]]:
-    """Of each engine its timed steps, and the accuracy on held-out problems when it has been trained to the end."""
+def demo(sizes: Sizes, folder: Path) -> Outcome:
+    """Of each engine the speed, and the accuracy on held-out problems when it has trained to the end."""
     from practicum.demo.arithmetic import all_problems, write_problems
     from practicum.demo.run import NUM_HELD_OUT, WRONG_SHARE
     from practicum.demo.warmup import warm_up
@@ -213,14 +218,15 @@ def demo(sizes: Sizes, folder: Path) -> tuple[dict[str, Tally], dict[str, float]
         contestants = []
         for engine in ("native", "hf"):
             words = [*program, engine, str(folder), sizes.demo_backend, str(sizes.demo_steps)]
-            contestants.append(stack.enter_context(Contestant(engine, words, folder, end_s=sizes.end_s)))
+            one = Contestant(engine, words, folder, sizes.more_environment, end_s=sizes.end_s)
+            contestants.append(stack.enter_context(one))
         for one in contestants:
             one.ready(sizes.demo.start_s)
         tallies = take_turns(contestants, sizes.demo)
         accuracy = {one.name: one.go(1, sizes.demo.turn_s, "accuracy")[0].amount for one in contestants}
         for one in contestants:
             one.dismiss()
-        return tallies, accuracy
+    return Outcome(demo_rows(tallies, accuracy), {"demo_cpu_share_of_others": _share_of_others(tallies)})
 
 
 def demo_rows(tallies: Mapping[str, Tally], accuracy: Mapping[str, float]) -> list[Row]:
@@ -231,6 +237,52 @@ def demo_rows(tallies: Mapping[str, Tally], accuracy: Mapping[str, float]) -> li
         Row(DEMO, CPU, ours.cpu_s_per_1000, theirs.cpu_s_per_1000, "hf", better="lower"),
         Row(DEMO, "held-out accuracy at the end", accuracy["native"], accuracy["hf"], "hf"),
     ]
+
+
+# What is promised
+
+
+def weights(options: Options) -> Outcome:
+    from bench import rollout_weights  # brings torch, which other benchmarks can do without
+
+    return Outcome(rollout_weights.rows(options))
+
+
+def promises(names: Sequence[str], sizes: Sizes, folder: Path) -> Outcome:
+    words = [str(folder), str(sizes.promised_tokens), str(NUM_TURNS)]
+    program = [sys.executable, "-m", "bench.contestants.practicum_promises", *words]
+    with Contestant("promises", program, folder, sizes.more_environment, end_s=sizes.end_s) as one:
+        one.ready(sizes.plan.start_s)
+        counts = {name: one.go(1, sizes.plan.turn_s, name)[0].parts for name in names}
+    return Outcome([row for name in names for row in PROMISES[name](counts[name])])
+
+
+def replica_rows(counts: Mapping[str, float]) -> list[Row]:
+    return [
+        Row(REPLICAS, "of 256 answers, missing after a kill", counts["missing"], better="lower"),
+        Row(REPLICAS, "come twice after a kill", counts["twice"], better="lower"),
+        Row(REPLICAS, "other than without a kill", counts["other"], better="lower"),
+        Row(REPLICAS, "s with a kill", counts["killed_s"], counts["undisturbed_s"], "without", better="lower"),
+        Row(REPLICAS, "of 256 answers, mixed versions in an update under load", counts["mixed"], better="lower"),
+        Row(REPLICAS, "by the old weights", counts["by_old"]),
+        Row(REPLICAS, "by the new weights", counts["by_new"]),
+    ]
+
+
+def conversation_rows(counts: Mapping[str, float]) -> list[Row]:
+    return [
+        Row(CONVERSATION, "turns with a tool", counts["turns"]),
+        Row(CONVERSATION, "tokens other for the trainer than for the engine", counts["other"], better="lower"),
+        Row(CONVERSATION, DIFFERENCE, counts["difference"], better="lower"),
+        Row(CONVERSATION, "tokens less, had its text been tokenised again", counts["drift"]),
+    ]
+
+
+PROMISES = {REPLICAS: replica_rows, CONVERSATION: conversation_rows}
+
+
+def _call(part: Callable[[], Outcome]) -> Outcome:
+    return part()
 
 
 def _share_of_others(tallies: Mapping[str, Tally]) -> float:

@@ -257,17 +257,16 @@ def test_only_what_is_asked_for_is_done(monkeypatch: pytest.MonkeyPatch) -> None
         return rollout.Outcome([])
 
     monkeypatch.setattr(rollout, "contest", contest)
-    monkeypatch.setattr(rollout, "demo", lambda *_: done.append("demo") or ({}, {}))
-    monkeypatch.setattr(rollout, "demo_rows", lambda *_: [])
-    monkeypatch.setattr(rollout, "_share_of_others", lambda _: 0.0)
+    monkeypatch.setattr(rollout, "demo", lambda *_: done.append("demo") or rollout.Outcome([]))
     monkeypatch.setattr("bench.rollout_weights.rows", lambda _: done.append("weights") or [])
-    monkeypatch.setattr("bench.rollout_promises.rows", lambda *_: done.append("promises") or [])
+    monkeypatch.setattr(rollout, "promises", lambda names, *_: done.append(names) or rollout.Outcome([]))
     for case in ("mixed", "greedy", "demo", "weights", "kill"):
         rollout.run(Options(quick=True, peer="generate", case=case))
-    assert done == [(["generate"], [], ["mixed", "mixed moe"]), ([], ["greedy"], []), "demo", "weights", "promises"]
+    kill, talk = "kill, update under load", "conversation"
+    assert done == [(["generate"], [], ["mixed", "mixed moe"]), ([], ["greedy"], []), "demo", "weights", [kill]]
     done.clear()
-    rollout.run(Options(quick=True, peer="none"))
-    assert done == [([], ["log-probs", "greedy"], CASES), "demo", "weights", "promises"]
+    rollout.run(Options(peer="none"))
+    assert done == [([], ["log-probs", "greedy"], CASES), "demo", "weights", [kill, talk]]
 
 
 def test_the_sizes_can_be_written_to_a_result_file() -> None:

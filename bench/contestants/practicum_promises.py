@@ -1,20 +1,22 @@
-"""What rollout promises, counted: every number here is 0 where it is kept, or bounded as the README of bench says.
+"""What rollout promises, counted, in the `rollout` benchmark: `FOLDER NEW_TOKENS NUM_TURNS`.
 
-kill          a replica in a process of its own is killed in the middle of a batch: is each answer there, once?
-new weights   they come while answers are written: does every answer tell one version, the old or the new?
-conversation  fifty turns with a tool: are the tokens the trainer gets those that the engine had, all of them?
+    kill          a replica in a process of its own is killed in the middle of a batch: is each answer there, once?
+    update        new weights come while answers are written: does every answer tell one version, the old or the new?
+    conversation  many turns with a tool: are the tokens the trainer gets those that the engine had, all of them?
+
+Each is a step, whose parts are what was counted.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.harness import BenchError, Options, Row
-from bench.rollout_talk import conversation_rows
+from bench.contestant import Line, step
+from bench.contestants.talk import talk
 from practicum.config import RolloutConfig
 from practicum.controller import Controller, RayResourcePool, ray_cluster
 from practicum.demo.arithmetic import make_model, make_tokenizer
@@ -34,82 +36,65 @@ from practicum.rollout.placement import ReplicaSettings, open_replicas
 from practicum.types import Prompt, RolloutRequest, SamplingParams
 from practicum.weights import ChannelSettings, Place, Ticket, choose, open_sender
 
-KILL, UPDATE, CONVERSATION = "kill", "update under load", "conversation"
 NUM_REPLICAS, MAX_BATCH = 2, 16
 NUM_ANSWERS = 256
 PATIENCE_S = 120.0
 Answers = dict[tuple[int, int], Any]
+Counts = dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    new_tokens: int
-    num_turns: int
-
-
-FULL, QUICK = Sizes(new_tokens=48, num_turns=50), Sizes(new_tokens=16, num_turns=50)
-
-
-def rows(options: Options, folder: Path) -> list[Row]:
-    sizes = QUICK if options.quick else FULL
-    found: list[Row] = []
+def main() -> None:
+    line = Line()
+    folder, new_tokens, num_turns = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    if options.wants(CONVERSATION):
-        found += conversation_rows(CONVERSATION, folder / CONVERSATION, sizes.num_turns)
-    if options.wants(KILL) or options.wants(UPDATE):
-        model = folder / "replicas"
-        save_model(make_model(0), make_tokenizer(), model)
-        with ray_cluster():
-            found += _with_replicas(model, sizes)
-    return found
+    line.ready(["practicum", "torch", "transformers", "ray"])
+    while True:
+        num_steps, case = line.wait_for_case()
+        if not num_steps:
+            return
+        counts = talk(folder / "talk", num_turns) if case == "conversation" else with_replicas(folder, new_tokens)
+        line.answer([step(1.0, 1.0, **counts)])
 
 
-def _with_replicas(model: Path, sizes: Sizes) -> list[Row]:
+def with_replicas(folder: Path, new_tokens: int) -> Counts:
     """Nobody else uses their places and they never sleep: standalone ones, with the trainer in this process."""
+    model = folder / "replicas"
+    save_model(make_model(0), make_tokenizer(), model)
     config = RolloutConfig(placement="colocated", max_batch=MAX_BATCH)
     engine = EngineSettings("native", str(model), device="cpu", max_batch=MAX_BATCH, cache_gb=0.05)
     times = ReplicaSettings(threads=1, start_timeout_s=PATIENCE_S, call_timeout_s=PATIENCE_S)
     weights = TrainersEnd(model)
-    with RayResourcePool([NUM_REPLICAS], resources_per_process={"CPU": 1}) as pool:
+    with ray_cluster(), RayResourcePool([NUM_REPLICAS], resources_per_process={"CPU": 1}) as pool:
         controller = Controller(pool, PATIENCE_S, PATIENCE_S)
         with open_replicas(config, controller, engine, weights, times) as manager:
             manager.sleeps = False
             manager.update_weights(1)
-            return [*kill_rows(manager, sizes), *update_rows(manager, weights, sizes)]
+            return under_new_weights(manager, weights, new_tokens) | under_a_kill(manager, new_tokens)
 
 
-def kill_rows(manager: RolloutManager, sizes: Sizes) -> list[Row]:
-    asked = _requests(sizes.new_tokens)
+def under_a_kill(manager: RolloutManager, new_tokens: int) -> Counts:
+    asked = _requests(new_tokens)
     expected, _, undisturbed_s = _written(manager, asked)
     victim = manager.replicas[0].where().pid
     found, times, seconds = _written(manager, asked, lambda: os.kill(victim, signal.SIGKILL))
-    deadline = time.monotonic() + PATIENCE_S
-    while len(manager.well()) < NUM_REPLICAS:
-        if time.monotonic() > deadline:
-            raise BenchError(f"the replica that was killed was not back within {PATIENCE_S:g} s")
-        time.sleep(0.05)
-    others = sum(found[place].token_ids.tolist() != own.token_ids.tolist() for place, own in expected.items())
-    return [
-        Row(KILL, f"answers of {NUM_ANSWERS} that did not come", len(expected) - len(found), better="lower"),
-        Row(KILL, "answers that came twice", sum(times.values()) - len(found), better="lower"),
-        Row(KILL, "answers with other tokens than undisturbed", others, better="lower"),
-        Row(KILL, "s for all answers", seconds, undisturbed_s, "undisturbed", better="lower"),
-    ]
+    return {
+        "missing": len(expected) - len(found),
+        "twice": sum(times.values()) - len(found),
+        "other": sum(found[place].token_ids.tolist() != own.token_ids.tolist() for place, own in expected.items()),
+        "killed_s": seconds,
+        "undisturbed_s": undisturbed_s,
+    }
 
 
-def update_rows(manager: RolloutManager, weights: TrainersEnd, sizes: Sizes) -> list[Row]:
+def under_new_weights(manager: RolloutManager, weights: TrainersEnd, new_tokens: int) -> Counts:
     old, new = manager.version, manager.version + 1
     weights.learn()
     updating = threading.Thread(target=manager.update_weights, args=(new,))
-    found, _, _ = _written(manager, _requests(sizes.new_tokens), updating.start)
+    found, _, _ = _written(manager, _requests(new_tokens), updating.start)
     updating.join(PATIENCE_S)
     versions = [set(sample.versions.tolist()) for sample in found.values()]
     told = [versions.count({version}) for version in (old, new)]
-    return [
-        Row(UPDATE, "answers that mix versions or tell another", len(versions) - sum(told), better="lower"),
-        Row(UPDATE, "answers by the old weights", told[0]),
-        Row(UPDATE, "answers by the new weights", told[1]),
-    ]
+    return {"mixed": len(versions) - sum(told), "by_old": told[0], "by_new": told[1]}
 
 
 def _requests(new_tokens: int) -> list[RolloutRequest]:
@@ -165,3 +150,7 @@ class TrainersEnd:
     def learn(self) -> None:
         for parameter in self._model.parameters():
             parameter.mul_(1.01)
+
+
+if __name__ == "__main__":
+    main()

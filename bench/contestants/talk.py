@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.harness import BenchError, Row
 from practicum import Sample
 from practicum.config import AgentConfig
 from practicum.models import load_model, load_tokenizer, save_model
@@ -34,28 +33,20 @@ TEMPLATE = (
 PATIENCE_S = 120.0
 
 
-def multiply(expression: str) -> int:
-    """The product of two numbers, such as 12*34."""
-    left, right = expression.split("*")
-    return int(left) * int(right)
-
-
-def conversation_rows(case: str, folder: Path, num_turns: int) -> list[Row]:
+def talk(folder: Path, num_turns: int) -> dict[str, float]:
     _write_model(folder, num_turns)
-    sample, seen = _talk(folder, num_turns)
+    sample, seen = _conversation(folder, num_turns)
     whole = [*sample.prompt_ids.tolist(), *sample.token_ids.tolist()]
     if len(seen) != num_turns:
-        raise BenchError(f"the conversation had {len(seen)} turns instead of {num_turns}: {sample.text!r}")
-    others = sum(a != b for own in seen for a, b in zip(own, whole, strict=False))
+        raise RuntimeError(f"the conversation had {len(seen)} turns instead of {num_turns}: {sample.text!r}")
     tokenizer = load_tokenizer(str(folder))
     again = tokenizer(tokenizer.decode(whole), add_special_tokens=False)["input_ids"]
-    difference = _difference(folder, sample)
-    return [
-        Row(case, f"turns with a tool ({len(whole)} tokens)", len(seen)),
-        Row(case, "tokens the trainer has otherwise than the engine read them", others, better="lower"),
-        Row(case, "largest difference of log-probs to a full forward pass", difference, better="lower"),
-        Row(case, "tokens fewer, were its text tokenised again", len(whole) - len(again)),
-    ]
+    return {
+        "turns": len(seen),
+        "other": sum(a != b for own in seen for a, b in zip(own, whole, strict=False)),
+        "difference": _difference(folder, sample),
+        "drift": len(whole) - len(again),
+    }
 
 
 class Recorded(NativeRollout):
@@ -68,13 +59,13 @@ class Recorded(NativeRollout):
         self.seen.append(request.prompt_ids.tolist())
 
 
-def _talk(folder: Path, num_turns: int) -> tuple[Sample, list[list[int]]]:
+def _conversation(folder: Path, num_turns: int) -> tuple[Sample, list[list[int]]]:
     """The conversation, and the tokens that went into each of its turns."""
     engine = Recorded(str(folder), device=torch.device("cpu"), dtype=torch.float32, max_batch=2)
     engine.resume()
     engine.seen = []
     tokenizer = load_tokenizer(str(folder))
-    agent = AgentConfig(tools=(f"{__file__}:multiply",), call_format="plain", max_turns=num_turns)
+    agent = AgentConfig(tools=("bench.contestants.calculator:multiply",), call_format="plain", max_turns=num_turns)
     driver = ConversationDriver(EngineRunner(engine), tokenizer, agent)
     told: list[Sample] = []
     failures: list[Exception] = []
@@ -94,7 +85,7 @@ def _talk(folder: Path, num_turns: int) -> tuple[Sample, list[list[int]]]:
     try:
         driver.submit(Order(request, on_sample, on_failure))
         if not is_over.wait(PATIENCE_S):
-            raise BenchError(f"{num_turns} turns were not over within {PATIENCE_S:g} s")
+            raise RuntimeError(f"{num_turns} turns were not over within {PATIENCE_S:g} s")
     finally:
         driver.close()
     if failures:

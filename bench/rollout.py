@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -41,6 +41,7 @@ class Sizes:
     num_prompts: int
     num_new: int
     plan: Plan
+    warms_each_case: bool  # or only the first with each model
     num_looks: int  # at what is checked of ours alone and depends on the machine
     demo: Plan
     demo_steps: int  # in all; those that are timed are among the first
@@ -55,6 +56,7 @@ FULL = Sizes(
     num_prompts=64,
     num_new=64,
     plan=Plan(warmup_steps=1, num_rounds=7, steps_per_turn=1, extra_rounds=14, patience_s=300, turn_s=600),
+    warms_each_case=True,
     num_looks=5,
     demo=Plan(warmup_steps=4, num_rounds=8, steps_per_turn=5, extra_rounds=16, patience_s=300),
     demo_steps=150,
@@ -68,6 +70,7 @@ QUICK = Sizes(
     num_prompts=8,
     num_new=8,
     plan=Plan(warmup_steps=1, num_rounds=1, steps_per_turn=1),
+    warms_each_case=False,
     num_looks=1,
     demo=Plan(warmup_steps=1, num_rounds=1, steps_per_turn=2),
     demo_steps=4,
@@ -171,9 +174,12 @@ def contest(
         versions = {OURS: ours.ready(plan.start_s)}
         found = {check: ours.go(1, plan.turn_s, check)[0].amount for check in checks}  # while the others get ready
         versions |= {one.name: one.ready(plan.start_s) for one in everyone[1:]}
+        warm: set[str] = set()
         for case in cases:
             print(f"{case}:", file=sys.stderr, flush=True)
-            tallies = take_turns(everyone, plan, case)
+            is_warm = job.cases[case].model in warm and not sizes.warms_each_case
+            tallies = take_turns(everyone, replace(plan, warmup_steps=0) if is_warm else plan, case)
+            warm.add(job.cases[case].model)
             looks = ours.go(sizes.num_looks, plan.turn_s, f"matrix rate, {case}")
             rows += case_rows(case, tallies, Tally(steps=looks).rate)
             others[case] = _share_of_others(tallies)

@@ -288,10 +288,10 @@ def check_installed(python: str | None, *, in_process: bool = False) -> None:
     if code != 0:
         where = f"of rollout.vllm.python={python}" if python is not None else "Practicum runs in"
         wanted = ", as rollout.vllm.in_process wants it" if in_process else ""
-        other = "leave rollout.vllm.in_process at false and set" if in_process else "set"
+        other = ", leave rollout.vllm.in_process at false" if in_process else ""
         raise RolloutError(
             f"vLLM is not installed in the Python {where}{wanted} ({'no module vllm' if code == 3 else code}). Either "
-            f"pip install 'practicum[vllm]', or install vLLM into an environment of its own, {other} "
+            f"pip install 'practicum[vllm]', or install vLLM into an environment of its own{other} and set "
             "rollout.vllm.python to its Python."
         )
 

@@ -284,7 +284,7 @@ def conversation_rows(counts: Mapping[str, float]) -> list[Row]:
     ]
 
 
-PROMISES = {REPLICAS: replica_rows, CONVERSATION: conversation_rows}
+PROMISES = {CONVERSATION: conversation_rows, REPLICAS: replica_rows}  # whose contestant ends with the replicas
 
 
 def _call(part: Callable[[], Outcome]) -> Outcome:

@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,16 @@ def main() -> None:
         num_steps, case = line.wait_for_case()
         if not num_steps:
             return
-        counts = talk(folder / "talk", num_turns) if case == "conversation" else with_replicas(folder, new_tokens)
-        line.answer([step(1.0, 1.0, **counts)])
+        if case == "conversation":
+            line.answer([step(1.0, 1.0, **talk(folder / "talk", num_turns))])
+            continue
+        with replicas(folder) as (manager, weights):
+            counts = under_new_weights(manager, weights, new_tokens) | under_a_kill(manager, new_tokens)
+            line.answer([step(1.0, 1.0, **counts)])  # to leave takes as long as the replica takes to be back
 
 
-def with_replicas(folder: Path, new_tokens: int) -> Counts:
+@contextmanager
+def replicas(folder: Path) -> Iterator[tuple[RolloutManager, TrainersEnd]]:
     """Nobody else uses their places and they never sleep: standalone ones, with the trainer in this process."""
     model = folder / "replicas"
     save_model(make_model(0), make_tokenizer(), model)
@@ -69,7 +75,7 @@ def with_replicas(folder: Path, new_tokens: int) -> Counts:
         with open_replicas(config, controller, engine, weights, times) as manager:
             manager.sleeps = False
             manager.update_weights(1)
-            return under_new_weights(manager, weights, new_tokens) | under_a_kill(manager, new_tokens)
+            yield manager, weights
 
 
 def under_a_kill(manager: RolloutManager, new_tokens: int) -> Counts:

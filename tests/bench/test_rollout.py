@@ -283,7 +283,7 @@ def test_only_what_is_asked_for_is_done(monkeypatch: pytest.MonkeyPatch) -> None
     assert done == [(["generate"], [], ["mixed", "mixed moe"]), ([], ["greedy"], []), "demo", "weights", [kill]]
     done.clear()
     rollout.run(Options(peer="none"))
-    assert done == [([], ["log-probs", "greedy"], CASES), "demo", "weights", [kill, talk]]
+    assert done == [([], ["log-probs", "greedy"], CASES), "demo", "weights", [talk, kill]]
 
 
 def test_the_sizes_can_be_written_to_a_result_file() -> None:

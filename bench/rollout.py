@@ -1,9 +1,10 @@
-"""`rollout`: the native engine against transformers, TRL and vLLM; against the machine; and in training against `hf`.
+"""`rollout`: the native engine against transformers, TRL and vLLM; against the machine; in training; its promises.
 
     contest   equal, mixed, different, shared; dense and moe   ours and the peers                    in turns
     alone     share of the matrix rate, log-probs, greedy      ours                                  a step each
-    demo      the demonstration's training                     rollout.engine=native and =hf         in turns
+    demo      the demonstration's training, its accuracy       rollout.engine=native and =hf         in turns
     weights   a version from trainer to engine, by channel     memcpy; see rollout_weights.py        in turns
+    promises  kill, update under load, conversation            ours                                  once
 
 The work is in rollout_work.py, what is checked of ours alone in rollout_checks.py.
 """
@@ -13,20 +14,23 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from bench.grpo_work import VOCABULARY, write_model
 from bench.harness import Options, Outcome, Peer, Row, UsageError
 from bench.rollout_work import DENSE, MOE, Job, make_cases
-from bench.turns import Contestant, Plan, Tally, alternate, take_turns
+from bench.turns import Contestant, Plan, Tally, take_turns
 
 OURS, GENERATE, CONTINUOUS, TRL, VLLM = "practicum", "generate", "continuous_batching", "trl", "vllm"
 PEERS = (GENERATE, CONTINUOUS, TRL, VLLM)
 IN_ENVIRONMENTS_OF_THEIR_OWN = (TRL, VLLM)
 LOG_PROBS, GREEDY, DEMO, WEIGHTS = "log-probs", "greedy", "demo", "weights"
+REPLICAS, CONVERSATION, NUM_TURNS = "kill, update under load", "conversation", 50
 TOKENS, CPU = "tokens/s", "CPU s per 1000 tokens"
 SHARE = "share of the matrix rate"
 DIFFERENCE = "largest difference to a full forward pass"
@@ -37,32 +41,45 @@ class Sizes:
     num_prompts: int
     num_new: int
     plan: Plan
+    warms_each_case: bool  # or only the first with each model
     num_looks: int  # at what is checked of ours alone and depends on the machine
     demo: Plan
+    demo_steps: int  # in all; those that are timed are among the first
     demo_accuracy: float  # of its model before the training
     demo_backend: str
+    promised_tokens: int  # of each answer of the replicas
     end_s: float  # then contestants are killed: nothing of worth is left in them
+    more_environment: Mapping[str, str]  # of all contestants
 
 
 FULL = Sizes(
     num_prompts=64,
     num_new=64,
     plan=Plan(warmup_steps=1, num_rounds=7, steps_per_turn=1, extra_rounds=14, patience_s=300, turn_s=600),
+    warms_each_case=True,
     num_looks=5,
     demo=Plan(warmup_steps=4, num_rounds=8, steps_per_turn=5, extra_rounds=16, patience_s=300),
+    demo_steps=150,
     demo_accuracy=0.3,
     demo_backend="ray",
+    promised_tokens=48,
     end_s=3.0,
+    more_environment={},
 )
 QUICK = Sizes(
     num_prompts=8,
     num_new=8,
     plan=Plan(warmup_steps=1, num_rounds=1, steps_per_turn=1),
+    warms_each_case=False,
     num_looks=1,
     demo=Plan(warmup_steps=1, num_rounds=1, steps_per_turn=2),
+    demo_steps=4,
     demo_accuracy=0.0,
     demo_backend="local",  # starting Ray twice takes too long for a quick look
+    promised_tokens=16,
     end_s=0.3,
+    # They get ready all at once: threads that spin while they wait for each other would take the cores from the others.
+    more_environment={"OMP_WAIT_POLICY": "passive"},
 )
 
 
@@ -83,14 +100,15 @@ def run(options: Options) -> Outcome:
             found = contest(job, commands if wanted else {}, checks, list(wanted), sizes, folder)
             rows += found.rows
             where |= found.environment
-        if options.wants(DEMO):
-            tallies = demo(sizes, folder)
-            rows += demo_rows(tallies)
-            where["demo_cpu_share_of_others"] = _share_of_others(tallies)
-    if options.wants(WEIGHTS):
-        from bench import rollout_weights  # brings torch, which other benchmarks can do without
-
-        rows += rollout_weights.rows(options)
+        promised = [name for name in PROMISES if options.wants(name)]
+        parts: list[Callable[[], Outcome]] = []
+        parts += [partial(demo, sizes, folder)] if options.wants(DEMO) else []
+        parts += [partial(weights, options)] if options.wants(WEIGHTS) else []
+        parts += [partial(promises, promised, sizes, folder)] if promised else []
+        with ThreadPoolExecutor(3) as threads:
+            for found in threads.map(_call, parts) if options.quick else map(_call, parts):
+                rows += found.rows
+                where |= found.environment
     return Outcome(rows, where)
 
 
@@ -150,15 +168,18 @@ def contest(
         everyone = []
         for name, command in entries.items():
             program = [*command, str(folder / "job.json"), name]
-            env = peer_environment(name, command)
+            env = {**peer_environment(name, command), **sizes.more_environment}
             everyone.append(stack.enter_context(Contestant(name, program, folder, env, end_s=sizes.end_s)))
         ours = everyone[0]
         versions = {OURS: ours.ready(plan.start_s)}
         found = {check: ours.go(1, plan.turn_s, check)[0].amount for check in checks}  # while the others get ready
         versions |= {one.name: one.ready(plan.start_s) for one in everyone[1:]}
+        warm: set[str] = set()
         for case in cases:
             print(f"{case}:", file=sys.stderr, flush=True)
-            tallies = take_turns(everyone, plan, case)
+            is_warm = job.cases[case].model in warm and not sizes.warms_each_case
+            tallies = take_turns(everyone, replace(plan, warmup_steps=0) if is_warm else plan, case)
+            warm.add(job.cases[case].model)
             looks = ours.go(sizes.num_looks, plan.turn_s, f"matrix rate, {case}")
             rows += case_rows(case, tallies, Tally(steps=looks).rate)
             others[case] = _share_of_others(tallies)
@@ -188,32 +209,86 @@ def check_row(check: str, value: float) -> Row:
 # The demonstration's training
 
 
-def demo(sizes: Sizes, folder: Path) -> dict[str, Tally]:
+def demo(sizes: Sizes, folder: Path) -> Outcome:
+    """Of each engine the speed, and the accuracy on held-out problems when it has trained to the end."""
     from practicum.demo.arithmetic import all_problems, write_problems
     from practicum.demo.run import NUM_HELD_OUT, WRONG_SHARE
     from practicum.demo.warmup import warm_up
 
-    train, _ = all_problems(0, NUM_HELD_OUT)
+    train, held_out = all_problems(0, NUM_HELD_OUT)
     write_problems(folder / "train.jsonl", train)
+    write_problems(folder / "held-out.jsonl", held_out)
     warm_up(folder / "model", train, seed=0, until_accuracy=sizes.demo_accuracy, wrong_share=WRONG_SHARE)
     program = [sys.executable, "-m", "bench.contestants.practicum_demo"]
     with ExitStack() as stack:
-        contestants = [
-            stack.enter_context(
-                Contestant(engine, [*program, engine, str(folder), sizes.demo_backend], folder, end_s=sizes.end_s)
-            )
-            for engine in ("native", "hf")
-        ]
-        return alternate(contestants, sizes.demo)
+        contestants = []
+        for engine in ("native", "hf"):
+            words = [*program, engine, str(folder), sizes.demo_backend, str(sizes.demo_steps)]
+            one = Contestant(engine, words, folder, sizes.more_environment, end_s=sizes.end_s)
+            contestants.append(stack.enter_context(one))
+        for one in contestants:
+            one.ready(sizes.demo.start_s)
+        tallies = take_turns(contestants, sizes.demo)
+        accuracy = {one.name: one.go(1, sizes.demo.turn_s, "accuracy")[0].amount for one in contestants}
+        for one in contestants:
+            one.dismiss()
+    return Outcome(demo_rows(tallies, accuracy), {"demo_cpu_share_of_others": _share_of_others(tallies)})
 
 
-def demo_rows(tallies: Mapping[str, Tally]) -> list[Row]:
+def demo_rows(tallies: Mapping[str, Tally], accuracy: Mapping[str, float]) -> list[Row]:
     ours, theirs = tallies["native"], tallies["hf"]
     return [
         Row(DEMO, TOKENS, ours.rate, theirs.rate, "hf"),
         Row(DEMO, "s of a step for rollout", ours.parts()["rollout"], theirs.parts()["rollout"], "hf", better="lower"),
         Row(DEMO, CPU, ours.cpu_s_per_1000, theirs.cpu_s_per_1000, "hf", better="lower"),
+        Row(DEMO, "held-out accuracy at the end", accuracy["native"], accuracy["hf"], "hf"),
     ]
+
+
+# What is promised
+
+
+def weights(options: Options) -> Outcome:
+    from bench import rollout_weights  # brings torch, which other benchmarks can do without
+
+    return Outcome(rollout_weights.rows(options))
+
+
+def promises(names: Sequence[str], sizes: Sizes, folder: Path) -> Outcome:
+    words = [str(folder), str(sizes.promised_tokens), str(NUM_TURNS)]
+    program = [sys.executable, "-m", "bench.contestants.practicum_promises", *words]
+    with Contestant("promises", program, folder, sizes.more_environment, end_s=sizes.end_s) as one:
+        one.ready(sizes.plan.start_s)
+        counts = {name: one.go(1, sizes.plan.turn_s, name)[0].parts for name in names}
+    return Outcome([row for name in names for row in PROMISES[name](counts[name])])
+
+
+def replica_rows(counts: Mapping[str, float]) -> list[Row]:
+    return [
+        Row(REPLICAS, "of 256 answers, missing after a kill", counts["missing"], better="lower"),
+        Row(REPLICAS, "come twice after a kill", counts["twice"], better="lower"),
+        Row(REPLICAS, "other than without a kill", counts["other"], better="lower"),
+        Row(REPLICAS, "s with a kill", counts["killed_s"], counts["undisturbed_s"], "without", better="lower"),
+        Row(REPLICAS, "of 256 answers, mixed versions in an update under load", counts["mixed"], better="lower"),
+        Row(REPLICAS, "by the old weights", counts["by_old"]),
+        Row(REPLICAS, "by the new weights", counts["by_new"]),
+    ]
+
+
+def conversation_rows(counts: Mapping[str, float]) -> list[Row]:
+    return [
+        Row(CONVERSATION, "turns with a tool", counts["turns"]),
+        Row(CONVERSATION, "tokens other for the trainer than for the engine", counts["other"], better="lower"),
+        Row(CONVERSATION, DIFFERENCE, counts["difference"], better="lower"),
+        Row(CONVERSATION, "tokens less, had its text been tokenised again", counts["drift"]),
+    ]
+
+
+PROMISES = {CONVERSATION: conversation_rows, REPLICAS: replica_rows}  # whose contestant ends with the replicas
+
+
+def _call(part: Callable[[], Outcome]) -> Outcome:
+    return part()
 
 
 def _share_of_others(tallies: Mapping[str, Tally]) -> float:

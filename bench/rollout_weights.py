@@ -101,7 +101,8 @@ def pass_on(trainer: Connection, receiver: WeightReceiver, version: int, engine:
 
 @contextmanager
 def sender(channel: str, num_bytes: int, folder: str) -> Iterator[Connection]:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # once for all of them
     ours, theirs = context.Pipe()
     settings = ChannelSettings(PATIENCE_S, folder=f"{folder}/{channel}")
     process = context.Process(target=serve, args=(theirs, channel, settings, num_bytes), daemon=True)

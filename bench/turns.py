@@ -263,7 +263,7 @@ def alternate(contestants: Sequence[Contestant], plan: Plan) -> dict[str, Tally]
 
 def take_turns(contestants: Sequence[Contestant], plan: Plan, case: str | None = None) -> dict[str, Tally]:
     """The same of contestants who are ready and stay so, at one case where they have several."""
-    for contestant in contestants:
+    for contestant in contestants if plan.warmup_steps else ():
         contestant.go(plan.warmup_steps, plan.start_s, case)
     rounds: list[Round] = []
     order = list(contestants)

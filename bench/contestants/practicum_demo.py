@@ -1,4 +1,7 @@
-"""The demonstration's training in the `rollout` benchmark, with one engine or another: `ENGINE FOLDER BACKEND`."""
+"""The demonstration's training in the `rollout` benchmark, with one engine or another: `ENGINE FOLDER BACKEND STEPS`.
+
+Asked for the case `accuracy`, it trains to the end and answers with what it then has on the held-out problems.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from typing import Any, cast
 
 from bench.contestant import Line, step
 
+ACCURACY = "accuracy"
+
 
 def main() -> None:
     line = Line()
@@ -22,10 +27,9 @@ def main() -> None:
         f"rollout.engine={engine}",
         f"controller.backend={sys.argv[3]}",
         f"trainer.run_dir={folder / engine}",
-        # Nothing but training steps, and none of them the last.
-        "trainer.steps=1000000",
+        # Nothing but training steps until the last.
+        f"trainer.steps={sys.argv[4]}",
         "trainer.checkpoint_every=0",
-        "data.validation=null",
         "validation.every=0",
         "actor.router_replay.mode=disabled",  # not every engine keeps routes, and both are to do the same
     ]
@@ -33,7 +37,14 @@ def main() -> None:
     answers_per_step = config.data.prompts_per_step * config.rollout.answers_per_prompt
     with closing(cast(Generator[Any], Trainer(config).steps())) as reports:
         line.ready(["practicum", "torch", "transformers", "ray"])
-        while num_steps := line.wait_for_go():
+        while True:
+            num_steps, case = line.wait_for_case()
+            if not num_steps:
+                return
+            if case == ACCURACY:
+                *_, last = reports
+                line.answer([step(1.0, last.metrics["validation/accuracy"])])
+                continue
             steps = []
             for _ in range(num_steps):
                 began = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -56,9 +57,12 @@ class Generate:
 class ContinuousBatching:
     """Its manager, kept for each case. On the CPU its rows attend to each other's keys and mask them: few at a time."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, cases: Iterable[Case] = ()) -> None:
+        """Managers for `cases` are made now, others when they are needed."""
         self._folder = folder
         self._managers: dict[tuple[int, int], Any] = {}
+        for case in cases:
+            self._manager(case)
 
     def _manager(self, case: Case) -> Any:
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -112,10 +116,11 @@ def main() -> None:
     with ExitStack() as stack:
         writers: dict[str, Writer] = {}
         for name, folder in job.models_used().items():
+            own = [case for case in job.cases.values() if case.model == name]
             if sys.argv[2] == "generate":
                 writers[name] = Generate(folder)
             else:
-                writers[name] = stack.enter_context(closing(ContinuousBatching(folder)))
+                writers[name] = stack.enter_context(closing(ContinuousBatching(folder, own)))
         take_steps(line, job, ["torch", "transformers"], writers)
 
 

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks a
 
 from bench import rollout, rollout_checks
 from bench.contestants.practicum_rollout import Native
+from bench.contestants.talk import talk
 from bench.grpo_work import VOCABULARY, write_model
 from bench.harness import Options, UsageError
 from bench.peers.hf_rollout import ContinuousBatching, Generate
@@ -176,6 +177,12 @@ def test_a_family_whose_greedy_tokens_differ_would_be_seen(tmp_path: Path, monke
     assert rollout_checks.equal_families(tmp_path / "other") == []
 
 
+def test_a_conversation_is_counted_turn_by_turn(tmp_path: Path) -> None:
+    counts = talk(tmp_path, 3)
+    assert counts["turns"] == 3 and counts["other"] == 0 and counts["difference"] <= 2e-5
+    assert counts["drift"] == 3  # its text, tokenised again, would be a token less in every turn
+
+
 def test_operations_are_those_that_torch_counts(models: dict[str, str]) -> None:
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoModelForCausalLM
@@ -226,7 +233,23 @@ def test_the_demo_compares_our_two_engines() -> None:
         "native": Tally(steps=[Step(1.0, 300, {"rollout": 0.2})], cpu_s=1.0),
         "hf": Tally(steps=[Step(2.0, 300, {"rollout": 0.8})], cpu_s=2.0),
     }
-    assert [row.ratio for row in rollout.demo_rows(tallies)] == [2.0, 4.0, 2.0]
+    assert [row.ratio for row in rollout.demo_rows(tallies, {"native": 0.9, "hf": 0.6})] == [2.0, 4.0, 2.0, 1.5]
+
+
+@pytest.mark.parametrize("sizes", [rollout.FULL, rollout.QUICK])
+def test_the_demo_goes_on_after_its_timed_steps(sizes: rollout.Sizes) -> None:
+    most = sizes.demo.warmup_steps + (sizes.demo.num_rounds + sizes.demo.extra_rounds) * sizes.demo.steps_per_turn
+    assert most < sizes.demo_steps
+
+
+def test_a_promise_that_is_not_kept_shows() -> None:
+    counts = {"missing": 1, "twice": 0, "other": 2, "killed_s": 4.0, "undisturbed_s": 2.0}
+    rows = rollout.replica_rows(counts | {"mixed": 3, "by_old": 100, "by_new": 153})
+    assert [(row.ours, row.better, row.ratio) for row in rows] == [
+        (1, "lower", None), (0, "lower", None), (2, "lower", None), (4.0, "lower", 0.5),
+        (3, "lower", None), (100, "higher", None), (153, "higher", None),
+    ]  # fmt: skip
+    assert rows[4].metric.startswith("of 256 answers, mixed versions")
 
 
 def test_peers_that_are_not_installed_are_left_out_unless_asked_for(
@@ -251,16 +274,16 @@ def test_only_what_is_asked_for_is_done(monkeypatch: pytest.MonkeyPatch) -> None
         return rollout.Outcome([])
 
     monkeypatch.setattr(rollout, "contest", contest)
-    monkeypatch.setattr(rollout, "demo", lambda *_: done.append("demo") or {})
-    monkeypatch.setattr(rollout, "demo_rows", lambda _: [])
-    monkeypatch.setattr(rollout, "_share_of_others", lambda _: 0.0)
+    monkeypatch.setattr(rollout, "demo", lambda *_: done.append("demo") or rollout.Outcome([]))
     monkeypatch.setattr("bench.rollout_weights.rows", lambda _: done.append("weights") or [])
-    for case in ("mixed", "greedy", "demo", "weights"):
+    monkeypatch.setattr(rollout, "promises", lambda names, *_: done.append(names) or rollout.Outcome([]))
+    for case in ("mixed", "greedy", "demo", "weights", "kill"):
         rollout.run(Options(quick=True, peer="generate", case=case))
-    assert done == [(["generate"], [], ["mixed", "mixed moe"]), ([], ["greedy"], []), "demo", "weights"]
+    kill, talk = "kill, update under load", "conversation"
+    assert done == [(["generate"], [], ["mixed", "mixed moe"]), ([], ["greedy"], []), "demo", "weights", [kill]]
     done.clear()
-    rollout.run(Options(quick=True, peer="none"))
-    assert done == [([], ["log-probs", "greedy"], CASES), "demo", "weights"]
+    rollout.run(Options(peer="none"))
+    assert done == [([], ["log-probs", "greedy"], CASES), "demo", "weights", [talk, kill]]
 
 
 def test_the_sizes_can_be_written_to_a_result_file() -> None:

@@ -15,6 +15,7 @@ from practicum.models import DTYPES
 from practicum.rollout import ENGINES
 from practicum.train.schedule import SCHEDULES
 
+IN_PROCESS = ["rollout.engine=vllm", "rollout.placement=colocated", "rollout.vllm.in_process=true"]
 MINIMAL: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "reward": {"grader": "exact"}}
 
 
@@ -111,6 +112,10 @@ def test_several_mistakes_are_reported_together() -> None:
         (["data.prompts_per_step=2", "trainer.num_workers=4"], ["num_workers=4", "2 prompts x 8 answers"]),
         (["actor.micro_batch_tokens=700"], ["700", "512 + 256 = 768"]),
         (["controller.backend=local", "trainer.num_workers=2"], ["local", "num_workers=1"]),
+        (
+            [*IN_PROCESS, "controller.backend=local"],
+            ["rollout.vllm.in_process=true needs a process", "controller.backend=ray"],
+        ),
         (["validation.every=5"], ["data.validation"]),
         (
             ["rollout.placement=standalone", "reward.model.path=rm", "reward.model.placement=standalone"],

@@ -12,6 +12,7 @@ from practicum import Message, Prompt
 from practicum.data import read_prompts
 from practicum.errors import DataError
 
+PICTURE = {"type": "image_url", "image_url": {"url": "http://pictures/1.png"}}
 RECORDS: list[dict[str, Any]] = [
     {"prompt": "2+2=", "answer": "4", "data_source": "sums", "level": 1},
     {"prompt": [{"role": "user", "content": "3+3="}], "answer": "6", "data_source": "sums", "level": 2},
@@ -51,6 +52,10 @@ def test_other_field_names(write_jsonl: Callable[..., Path]) -> None:
         ({"prompt": ""}, "is empty"),
         ({"prompt": [{"role": "user"}]}, "'role' and 'content'"),
         ({"prompt": ["hello"]}, "'role' and 'content'"),
+        (
+            {"prompt": [{"role": "user", "content": [PICTURE]}]},
+            "type 'image_url', and every rollout.engine reads text only",
+        ),
         ([1], "found a list"),
     ],
 )

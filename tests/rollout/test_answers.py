@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from practicum.errors import RolloutError
-from practicum.rollout.answers import Ending, check_length, eos_ids, sample_of, untouched, written_ids
+from practicum.rollout.answers import Ending, check_length, check_tokens, eos_ids, sample_of, untouched, written_ids
 from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams
 
 
@@ -19,6 +19,12 @@ def test_what_the_model_has_no_room_for_is_named() -> None:
     check_length(asked(SamplingParams(7000)), None, "m")
     with pytest.raises(RolloutError, match=r"prompt q has 3 tokens.*max_new_tokens=8.*would have 11.*'m'.*room for 10"):
         check_length(asked(SamplingParams(8)), 10, "m")
+
+
+def test_a_token_the_model_does_not_know_is_named() -> None:
+    check_tokens(asked(SamplingParams(7)), 8, "m")
+    with pytest.raises(RolloutError, match=r"prompt q has token 7, but model 'm' knows 7 tokens"):
+        check_tokens(asked(SamplingParams(7)), 7, "m")
 
 
 def test_endings(tokenizer: Any) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from practicum.errors import RolloutError
 from practicum.models import load_model
 from practicum.rollout.hf import HFRollout
 from practicum.rollout.own_model import OwnModelRollout
@@ -37,6 +38,13 @@ def expected(model: Any) -> np.ndarray:
     with torch.no_grad():
         logits = model(ids[None]).logits[0, :-1].log_softmax(-1)
     return logits.gather(-1, ids[1:, None])[:, 0].numpy()
+
+
+def test_a_token_it_does_not_know_is_refused_before_anything_is_written(engine: OwnModelRollout) -> None:
+    engine.resume()
+    foreign = RolloutRequest(Prompt("q", text="?"), np.array([5, 99], np.int32), SamplingParams(2), seed=0)
+    with pytest.raises(RolloutError, match=r"prompt q has token 99, but model .* knows 18 tokens"):
+        engine.generate([foreign])
 
 
 def test_released_it_has_no_weights_and_resumed_the_same(engine: OwnModelRollout) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from practicum.rollout.engines import ENGINES
 from practicum.rollout.schemas import (
     ImagePart,
     RolloutCall,
@@ -75,7 +76,7 @@ def test_a_request_travels_by_its_token_ids() -> None:
     prompt = Prompt("p", messages=(Message("user", "hi"),), answer=[1], data_source="s", metadata={"a": {"b": 1}})
     request = RolloutRequest(prompt, np.array([4, 5], np.int32), params, 2**64 - 1, 3, session="talk")
     call = RolloutCall.model_validate_json(RolloutCall.of(request).model_dump_json())
-    back = call.to_request(lambda prompt: pytest.fail("nobody tokenises"))
+    back = call.to_request(lambda prompt: pytest.fail("nobody tokenises"), "native")
     assert back.prompt_ids.tolist() == [4, 5] and back.prompt_ids.dtype == np.int32
     assert (back.params, back.seed, back.first_answer, back.session) == (params, 2**64 - 1, 3, "talk")
     assert (back.prompt.answer, back.prompt.data_source, back.prompt.metadata) == ([1], "s", {"a": {"b": 1}})
@@ -90,8 +91,8 @@ def test_messages_and_text_are_tokenised_where_they_arrive() -> None:
 
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     fields = {"id": "p", "sampling": {"max_new_tokens": 2}}
-    RolloutCall.model_validate({**fields, "messages": [{"role": "user", "content": parts}]}).to_request(encode)
-    RolloutCall.model_validate({**fields, "text": "plain"}).to_request(encode)
+    RolloutCall.model_validate({**fields, "messages": [{"role": "user", "content": parts}]}).to_request(encode, "hf")
+    RolloutCall.model_validate({**fields, "text": "plain"}).to_request(encode, "hf")
     assert seen[0].messages == (Message("user", "ab"),) and seen[1].text == "plain"
 
 
@@ -99,10 +100,18 @@ def test_text_and_pictures_side_by_side() -> None:
     fields = [{"type": "text", "text": "what is"}, {"type": "image_url", "image_url": {"url": PIXEL}}]
     message = WireMessage.model_validate({"role": "user", "content": fields})
     assert message.content is not None and [type(part) for part in message.content] == [TextPart, ImagePart]
-    assert message.num_images == 1
     assert WireMessage.model_validate_json(message.model_dump_json()) == message
-    with pytest.raises(ValueError, match="this model reads text only"):
-        message.to_message()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_picture_is_refused_by_engine_and_part_before_anything_is_written(engine: str) -> None:
+    fields = [{"type": "text", "text": "what is"}, {"type": "image_url", "image_url": {"url": PIXEL}}]
+    call = {"id": "p7", "messages": [{"role": "user", "content": fields}], "sampling": {"max_new_tokens": 1}}
+    refusal = (
+        rf"request p7: rollout.engine={engine} reads text only: part 2 of the user's message is an image \(image_url"
+    )
+    with pytest.raises(ValueError, match=refusal):
+        RolloutCall.model_validate(call).to_request(lambda prompt: pytest.fail("nobody tokenises"), engine)
 
 
 def test_calls_and_results() -> None:
@@ -112,8 +121,8 @@ def test_calls_and_results() -> None:
     assert WireMessage.model_validate_json(said.model_dump_json()) == said
     result = ToolResult(tool_call_id="c1", content="3").to_message()
     assert (result.role, result.content, result.tool_call_id) == ("tool", "3", "c1")
-    assert result.to_message() == Message("tool", "3")
-    assert WireMessage.of(Message("user", "x")).to_message() == Message("user", "x")
+    assert result.to_message("hf") == Message("tool", "3")
+    assert WireMessage.of(Message("user", "x")).to_message("hf") == Message("user", "x")
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,12 @@ class Config(Section):
                 f"controller.backend=local runs one worker in this process, not {self.trainer.num_workers}: "
                 "set trainer.num_workers=1 or controller.backend=ray"
             )
+        if self.controller.backend == "local" and self.rollout.engine == "vllm" and self.rollout.vllm.in_process:
+            raise ValueError(
+                "rollout.vllm.in_process=true needs a process without a trainer, since vLLM ends torch's default "
+                "process group with itself, and controller.backend=local has none: set controller.backend=ray or "
+                "rollout.vllm.python"
+            )
         if self._take_all_that_is_free:
             raise ValueError(
                 "rollout.replicas and reward.model.replicas are both auto with placement standalone, and each takes "

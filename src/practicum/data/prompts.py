@@ -94,6 +94,10 @@ def _messages(question: Any) -> Iterator[Message]:
     for message in question:
         fields = message if isinstance(message, Mapping) else {}
         role, content = fields.get("role"), fields.get("content")
+        for number, part in enumerate(content if isinstance(content, list) else (), 1):
+            if isinstance(part, Mapping) and part.get("type") not in (None, "text"):
+                what = f"part {number} of a message is of type {part['type']!r}"
+                raise ValueError(f"{what}, and every rollout.engine reads text only")
         if not isinstance(role, str) or not isinstance(content, str):
             raise ValueError(f"each message needs 'role' and 'content' as strings, not {message!r}")
         yield Message(role, content)

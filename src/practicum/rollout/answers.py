@@ -24,6 +24,16 @@ def check_length(request: RolloutRequest, most_tokens: int | None, model: str) -
         )
 
 
+def check_tokens(request: RolloutRequest, vocab_size: int, model: str) -> None:
+    """Raise `RolloutError` for tokens the model has no embedding of."""
+    largest = int(request.prompt_ids.max(initial=0))
+    if largest >= vocab_size:
+        raise RolloutError(
+            f"prompt {request.prompt.id} has token {largest}, but model {model!r} knows {vocab_size} tokens: the "
+            "tokenizer in its folder is not the one it was made with."
+        )
+
+
 def most_positions(model_config: Any) -> int | None:
     """The longest sequence a model is made for; None if its config does not say."""
     longest: int | None = getattr(model_config.get_text_config(), "max_position_embeddings", None)

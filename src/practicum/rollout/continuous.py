@@ -100,5 +100,5 @@ class ContinuousRollout(OwnModelRollout):
         family: Any = self._model.config.model_type
         return RolloutError(
             f"the native engine does not support the model family {family!r} of {self._path!r} ({why}). "
-            "Set rollout.engine=hf, which runs every causal model of transformers."
+            "Use the engine hf (rollout.engine=hf, or --engine hf), which runs every causal model of transformers."
         )

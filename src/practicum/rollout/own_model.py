@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from practicum.models import load_model, load_tokenizer
-from practicum.rollout.answers import check_length, eos_ids, most_positions
+from practicum.rollout.answers import check_length, check_tokens, eos_ids, most_positions
 from practicum.rollout.base import BaseRollout
 from practicum.rollout.sleeping import SleepingWeights
 from practicum.types import RolloutRequest
@@ -72,6 +72,7 @@ class OwnModelRollout(BaseRollout):
 
     def check(self, request: RolloutRequest) -> None:
         check_length(request, most_positions(self._model.config), self._path)
+        check_tokens(request, self._model.get_input_embeddings().num_embeddings, self._path)
 
     @torch.no_grad()
     def log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:

@@ -30,6 +30,8 @@ from practicum.types import (
     route_dtype,
 )
 
+_SHOWN = 40  # of the address of an image, which may be all of it
+
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -111,14 +113,14 @@ class WireMessage(Wire):
             raise ValueError(f"a message of role {self.role} cannot have a tool_call_id: only tools answer calls")
         return self
 
-    @property
-    def num_images(self) -> int:
-        return sum(isinstance(part, ImagePart) for part in self.content or () if not isinstance(part, str))
-
-    def to_message(self) -> Message:
-        """Raises ValueError for what the engines here cannot take: pictures, and calls that are not in the text."""
-        if self.num_images:
-            raise ValueError(f"the {self.role}'s message has an image, but this model reads text only")
+    def to_message(self, engine: str) -> Message:
+        """Raises ValueError for what that engine cannot take: pictures (none can), and calls outside the text."""
+        for number, part in enumerate(() if isinstance(self.content, str) else self.content or (), 1):
+            if isinstance(part, ImagePart):
+                raise ValueError(
+                    f"rollout.engine={engine} reads text only: part {number} of the {self.role}'s message is an image "
+                    f"({part.type} {part.image_url.url[:_SHOWN]!r})"
+                )
         if self.tool_calls:
             raise ValueError("tool_calls of an earlier turn must be in its text, as the model wrote them")
         parts = (self.content,) if isinstance(self.content, str) else (self.content or ())
@@ -190,9 +192,15 @@ class RolloutCall(Wire):
             raise ValueError(f"request {self.id}: give exactly one of messages, text and prompt_ids, not {found}")
         return self
 
-    def to_request(self, encode: Callable[[Prompt], NDArray[np.int32]]) -> RolloutRequest:
-        """`encode` is the tokenizer's, with the chat template; it is not asked where there are token ids."""
-        messages = None if self.messages is None else tuple(message.to_message() for message in self.messages)
+    def to_request(self, encode: Callable[[Prompt], NDArray[np.int32]], engine: str) -> RolloutRequest:
+        """For that `rollout.engine`. Raises ValueError, with the request's id, for what it cannot take.
+
+        `encode` is the tokenizer's, with the chat template; it is not asked where there are token ids.
+        """
+        try:
+            messages = None if self.messages is None else tuple(said.to_message(engine) for said in self.messages)
+        except ValueError as error:
+            raise ValueError(f"request {self.id}: {error}") from None
         text = self.text if self.prompt_ids is None else f"{len(self.prompt_ids)} tokens"
         prompt = Prompt(self.id, messages, text, self.answer, self.data_source, self.metadata)
         ids = encode(prompt) if self.prompt_ids is None else np.array(self.prompt_ids, np.int32)

@@ -25,6 +25,12 @@ def tokenizer(tiny_model: Path) -> Any:
     return load_tokenizer(str(tiny_model))
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two tries: the servers here are as well after a moment as after a second."""
+    monkeypatch.setattr("practicum.rollout.remote.engine._PAUSE_S", 0.02)
+
+
 @pytest.fixture
 def start(tiny_model: Path) -> Iterator[Callable[..., Any]]:
     opened: list[OpenAIRollout] = []

@@ -14,11 +14,24 @@ import numpy as np
 import psutil
 import pytest
 
+from practicum.config import RolloutConfig
+from practicum.controller import Controller
 from practicum.errors import ReplayError, RolloutError
 from practicum.replay import RouterShape
+from practicum.rollout.engines import ENGINES, EngineSettings
+from practicum.rollout.placement import open_replicas
 from practicum.rollout.remote.vllm import VllmRollout, arguments, decode_routes
 from practicum.types import SamplingParams
-from tests.rollout.remote.vllm_checks import VllmChecks, VllmContract, ask, check_routes, save_model, started
+from tests.rollout.remote.vllm_checks import (
+    VllmChecks,
+    VllmContract,
+    ask,
+    check_routes,
+    reload_as_vllm_does,
+    save_model,
+    started,
+)
+from tests.rollout.writers import ModelWeights
 from tests.test_adapters import save_adapted
 
 PYTHON = os.environ.get("PRACTICUM_VLLM_PYTHON")
@@ -142,3 +155,29 @@ def test_a_server_that_is_killed_is_an_error_that_says_so(tmp_path: Path) -> Non
     with pytest.raises(RolloutError, match=r"vLLM has ended|server http"):
         engine.generate([ask(SamplingParams(4))])
     engine.close()
+
+
+class VllmsOwnReload(VllmRollout):
+    def _load(self, folder: str) -> None:
+        reload_as_vllm_does(self, folder)
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_replica_whose_new_weights_are_wrong_never_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_model(tmp_path, "qwen3_moe")
+
+    def make(settings: EngineSettings) -> VllmRollout:
+        options = {"enforce_eager": True}
+        return VllmsOwnReload(settings.model_path, python=PYTHON, options=options, cache_gb=1, start_timeout_s=280)
+
+    monkeypatch.setitem(ENGINES, "vllm", make)
+    config = RolloutConfig(engine="vllm", placement="standalone")
+    settings = EngineSettings("vllm", str(path), device="cpu")
+    weights = ModelWeights(path)
+    with (
+        open_replicas(config, Controller(None, 300.0, 300.0), settings, weights) as manager,
+        pytest.raises(RolloutError, match=r"no replica can write.*is not the model that the trainer has"),
+    ):
+        manager.update_weights(1)

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from practicum.errors import RolloutError
 from practicum.models import load_model
 from practicum.rollout.inbox import Inbox, Ticket
 from practicum.rollout.remote.folders import write_folder
 from practicum.rollout.remote.vllm import VllmRollout
 from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams
-from practicum.weights import WeightUpdate
+from practicum.weights import CheckedEngine, Fingerprint, WeightUpdate
 from tests.rollout.contract import EngineContract
 
 SEQUENCES = [np.arange(2, 14, dtype=np.int32), np.array([3, 9, 3, 9, 4], np.int32)]
@@ -89,6 +90,11 @@ def broken_off(engine: VllmRollout, request: RolloutRequest) -> Sample:
     assert inbox.put(Ticket(request, lambda _, sample: found.append(sample), lambda *tokens: inbox.abort()))
     engine.write(inbox)
     return found[0]
+
+
+def reload_as_vllm_does(engine: VllmRollout, folder: str) -> None:
+    """Without what `vllm_worker` does about it: wrong for mixtures of experts on the CPU."""
+    engine._call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
 
 
 def check_routes(path: Path, **settings: Any) -> None:
@@ -190,7 +196,7 @@ class VllmChecks:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         assert gap(engine, model) < 5e-5 < 0.1 < gap(engine, other)
         write_folder(tmp_path, engine._path, other.named_parameters())
-        engine._call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}})
+        reload_as_vllm_does(engine, str(tmp_path))
         is_moe = "moe" in model.config.model_type
         # If the first of these fails, vLLM has mended it and `vllm_worker` need not.
         assert (gap(engine, other) > 0.1) == is_moe
@@ -202,3 +208,24 @@ class VllmChecks:
         engine.release()
         engine.resume()
         assert gap(engine, model) < 5e-5
+
+    def test_the_fingerprint_tells_vllms_own_reload_from_a_right_one(
+        self, real: tuple[VllmRollout, Any], tmp_path: Path
+    ) -> None:
+        engine, model = real
+        check = CheckedEngine("vllm", Fingerprint(model.config.vocab_size), engine.log_probs)
+        expected = [log_probs_of(model, ids) for ids in check.fingerprint.sequences]
+        engine.update_weights(WeightUpdate(7, model.named_parameters(), shared=False))
+        check.start(7, expected)
+        write_folder(tmp_path, engine._path, model.named_parameters())
+        if "moe" in model.config.model_type:
+            with pytest.raises(RolloutError, match=r"version 8 is not the model that the trainer has"):
+                check.update(8, lambda: reload_as_vllm_does(engine, str(tmp_path)), expected)
+            with pytest.raises(RolloutError, match="must not write"):
+                check.version()
+        else:
+            check.update(8, lambda: reload_as_vllm_does(engine, str(tmp_path)), expected)
+        check.update(
+            9, lambda: engine.update_weights(WeightUpdate(9, model.named_parameters(), shared=False)), expected
+        )
+        assert check.version() == 9

@@ -70,7 +70,7 @@ class ConversationDriver:
         self._thread = threading.Thread(target=self._run_loop, name="practicum-conversations", daemon=True)
         self._thread.start()
         try:
-            self._in_loop(self._partner.start()).result(_START_S)
+            self._in_loop(self._partner.start(), _START_S, "the processes of rollout.agent were not up")
             _check(tokenizer, self._partner)
         except BaseException:
             self._stop_loop()
@@ -90,7 +90,7 @@ class ConversationDriver:
 
     def take_counts(self) -> dict[str, int]:
         """Since the last time: conversations, turns, and calls (or steps of environments) by what came of them."""
-        return self._in_loop(self._taken_counts()).result(_STOP_S)
+        return self._in_loop(self._taken_counts(), _STOP_S, "the loop of conversations did not tell its counts")
 
     def submit(self, *orders: Order) -> None:
         """Raises `RolloutError` where the engine cannot answer one of them: then none is begun."""
@@ -172,7 +172,7 @@ class ConversationDriver:
         with self._news:
             self._news.wait_for(lambda: not self._running, _STOP_S)
         self._runner.close()
-        self._in_loop(self._partner.close()).result(_STOP_S)
+        self._in_loop(self._partner.close(), _STOP_S, "the processes of rollout.agent had not ended")
         self._stop_loop()
 
     # In any thread, with the lock
@@ -284,8 +284,15 @@ class ConversationDriver:
         self._loop.run_forever()
         self._loop.close()
 
-    def _in_loop(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def _in_loop(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, late: str) -> T:
+        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            if future.done():
+                raise
+            future.cancel()
+            raise TimeoutError(f"{late} within {timeout_s:g} s") from None
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -13,24 +13,19 @@ is free: between two steps the object travels as a pickle, and after a step that
 from __future__ import annotations
 
 import inspect
-import os
 import pickle
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from practicum.errors import ProcessError, RolloutError
+from practicum.errors import RolloutError
 from practicum.functions import load_named
 from practicum.processes import JobFailed, ProcessPool, Work
-from practicum.processes.work import Limits
+from practicum.rollout.agent.pools import DESCRIBE_S, Pools, num_processes
 from practicum.types import Prompt
 
 _KEY = "rollout.agent.environment"
-_DESCRIBE_S = 60.0
-_MEMORY_BYTES = 2048 << 20
-_NUM_COROUTINES = 128
 _RESETS = 2
 
 
@@ -100,32 +95,23 @@ class EnvironmentBox:
 
     spec: str
     timeout_s: float
-    num_processes: int = field(default_factory=lambda: max(2, min(8, os.cpu_count() or 1)))
+    num_processes: int = field(default_factory=num_processes)
     counts: Counter[str] = field(default_factory=Counter)
     """Steps by what came of them."""
     _pool: ProcessPool | None = None
-    _open: AsyncExitStack = field(default_factory=AsyncExitStack)
+    _all: Pools = field(default_factory=Pools)
 
     async def start(self) -> None:
         """Raises `RolloutError` where the class cannot be used."""
-        try:
-            pool = await self._started(EnvironmentWork(self.spec), self.num_processes, 1)
-            if (await pool.run(("describe",), _DESCRIBE_S)).value:
+        async with self._all.ended_on_failure(f"{_KEY}: the environment cannot be used"):
+            pool = await self._all.plain(EnvironmentWork(self.spec), self.num_processes)
+            if (await pool.run(("describe",), DESCRIBE_S)).value:
                 await pool.close()
-                pool = await self._started(AsyncEnvironmentWork(self.spec), 1, _NUM_COROUTINES)
-        except (ProcessError, JobFailed) as error:
-            await self.close()
-            raise RolloutError(f"{_KEY}: the environment cannot be used: {error}") from error
-        self._pool = pool
-
-    async def _started(self, work: EnvironmentWork, size: int, capacity: int) -> ProcessPool:
-        pool = ProcessPool(work, size=size, limits=Limits(_MEMORY_BYTES, capacity))
-        self._open.push_async_callback(pool.close)
-        await pool.start()
-        return pool
+                pool = await self._all.for_async(AsyncEnvironmentWork(self.spec))
+            self._pool = pool
 
     async def close(self) -> None:
-        await self._open.aclose()
+        await self._all.close()
 
     async def reset(self, prompt: Prompt) -> Step:
         """Raises `RolloutError`: without a beginning there is nothing to go on with."""

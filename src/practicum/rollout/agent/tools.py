@@ -18,29 +18,24 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import re
 import typing
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 
-from practicum.errors import ProcessError, RolloutError
+from practicum.errors import RolloutError
 from practicum.functions import load_named
 from practicum.processes import JobFailed, ProcessPool, Work
-from practicum.processes.work import Limits
 from practicum.rollout.agent.calls import Arguments, BadCall, Call
+from practicum.rollout.agent.pools import DESCRIBE_S, Pools, num_processes
 
 _KEY = "rollout.agent.tools"
-_DESCRIBE_S = 60.0
-_MEMORY_BYTES = 2048 << 20
-_NUM_COROUTINES = 128
 _ARGS = re.compile(r"^\s*(?:Args|Arguments|Parameters):\s*$")
 _ARG = re.compile(r"^(?P<indent>\s+)\*{0,2}(?P<name>\w+)\s*(?:\([^)]*\))?:\s*(?P<text>.*)$")
 _SPHINX = re.compile(r"^\s*:param\s+(?:[^:]*\s)?(?P<name>\w+):\s*(?P<text>.*)$")
@@ -214,43 +209,28 @@ class ToolBox:
 
     specs: Sequence[str]
     timeout_s: float
-    num_processes: int = field(default_factory=lambda: max(2, min(8, os.cpu_count() or 1)))
+    num_processes: int = field(default_factory=num_processes)
     counts: Counter[str] = field(default_factory=Counter)
     """Calls by what came of them."""
     tools: list[ToolDescription] = field(default_factory=list)
     _pools: dict[bool, ProcessPool] = field(default_factory=dict)
-    _open: AsyncExitStack = field(default_factory=AsyncExitStack)
+    _all: Pools = field(default_factory=Pools)
 
     async def start(self) -> None:
         """Raises `RolloutError` where a tool cannot be used."""
-        try:
-            await self._start()
-        except (ProcessError, JobFailed) as error:
-            await self.close()
-            raise RolloutError(f"{_KEY}: the tools cannot be used: {error}") from error
-        except BaseException:
-            await self.close()
-            raise
-
-    async def _start(self) -> None:
-        plain = await self._pool(ToolWork(self.specs), self.num_processes, 1)
-        self.tools = (await plain.run(("describe",), _DESCRIBE_S)).value
-        names = [tool.name for tool in self.tools]
-        for name in names:
-            if names.count(name) > 1:
-                raise RolloutError(f"{_KEY}: two tools are called {name!r}: the model could not tell them apart.")
-        self._pools[False] = plain
-        if any(tool.is_async for tool in self.tools):
-            self._pools[True] = await self._pool(AsyncToolWork(self.specs), 1, _NUM_COROUTINES)
-
-    async def _pool(self, work: ToolWork, size: int, capacity: int) -> ProcessPool:
-        pool = ProcessPool(work, size=size, limits=Limits(_MEMORY_BYTES, capacity))
-        self._open.push_async_callback(pool.close)
-        await pool.start()
-        return pool
+        async with self._all.ended_on_failure(f"{_KEY}: the tools cannot be used"):
+            plain = await self._all.plain(ToolWork(self.specs), self.num_processes)
+            self.tools = (await plain.run(("describe",), DESCRIBE_S)).value
+            names = [tool.name for tool in self.tools]
+            for name in names:
+                if names.count(name) > 1:
+                    raise RolloutError(f"{_KEY}: two tools are called {name!r}: the model could not tell them apart.")
+            self._pools[False] = plain
+            if any(tool.is_async for tool in self.tools):
+                self._pools[True] = await self._all.for_async(AsyncToolWork(self.specs))
 
     async def close(self) -> None:
-        await self._open.aclose()
+        await self._all.close()
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -289,7 +269,7 @@ def describe_tools(specs: Sequence[str]) -> list[ToolDescription]:
     """What tools look like, for whoever writes prompts. Their files are imported in a process that is thrown away."""
 
     async def ask() -> list[ToolDescription]:
-        box = ToolBox(specs, timeout_s=_DESCRIBE_S, num_processes=1)
+        box = ToolBox(specs, timeout_s=DESCRIBE_S, num_processes=1)
         try:
             await box.start()
         finally:

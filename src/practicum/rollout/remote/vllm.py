@@ -129,11 +129,14 @@ class VllmRollout(RemoteRollout):
         assert not self._is_asleep, "update_weights before resume"
         with tempfile.TemporaryDirectory(prefix="weights-", dir=self._exchange_dir) as folder:
             write_folder(Path(folder), self._path, update.tensors)
-            self._call("/collective_rpc", {"method": "practicum_load", "args": [folder]})
+            self._load(folder)
         # Keys and values of the old weights would be taken for those of the new ones.
         if not self._call("/reset_prefix_cache").get("success"):
             raise RolloutError(f"{self._name} still writes, so its cache cannot be emptied for new weights.")
         self._version = update.version
+
+    def _load(self, folder: str) -> None:
+        self._call("/collective_rpc", {"method": "practicum_load", "args": [folder]})
 
     def close(self) -> None:
         """End it. A server also ends with this process, however that comes."""
@@ -285,10 +288,10 @@ def check_installed(python: str | None, *, in_process: bool = False) -> None:
     if code != 0:
         where = f"of rollout.vllm.python={python}" if python is not None else "Practicum runs in"
         wanted = ", as rollout.vllm.in_process wants it" if in_process else ""
-        other = "leave rollout.vllm.in_process at false and set" if in_process else "set"
+        other = ", leave rollout.vllm.in_process at false" if in_process else ""
         raise RolloutError(
             f"vLLM is not installed in the Python {where}{wanted} ({'no module vllm' if code == 3 else code}). Either "
-            f"pip install 'practicum[vllm]', or install vLLM into an environment of its own, {other} "
+            f"pip install 'practicum[vllm]', or install vLLM into an environment of its own{other} and set "
             "rollout.vllm.python to its Python."
         )
 

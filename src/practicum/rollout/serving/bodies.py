@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from practicum.rollout.schemas import ToolCall, ToolSchema
 from practicum.rollout.serving.refusals import BadRequest
@@ -79,15 +79,16 @@ class Turn(BaseModel):
 
     @field_validator("content", mode="before")
     @classmethod
-    def _joined(cls, content: Any) -> Any:
+    def _joined(cls, content: Any, info: ValidationInfo) -> Any:
         """Parts of text are joined by line breaks."""
         if not isinstance(content, list):
             return content
         texts = []
-        for part in content:
+        for number, part in enumerate(content, 1):
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"this model reads text only, not a part of type {kind!r}: send parts of type 'text'")
+                reader = (info.context or {}).get("reader", "this model")
+                raise ValueError(f"{reader} reads text only, and part {number} is of type {kind!r}: send type 'text'")
             texts.append(part["text"])
         return "\n".join(texts)
 
@@ -308,9 +309,10 @@ def turns_of(messages: Sequence[Turn]) -> list[dict[str, Any]]:
     return [turn.as_template_reads() for turn in messages]
 
 
-def parse(kind: type[B], data: bytes) -> B:
+def parse(kind: type[B], data: bytes, reader: str = "this model") -> B:
+    """`reader` is told as who cannot read what is no text."""
     try:
-        return kind.model_validate(json.loads(data))
+        return kind.model_validate(json.loads(data), context={"reader": reader})
     except ValidationError as error:
         raise BadRequest(_describe(error)) from None
     except (ValueError, RecursionError) as error:

@@ -56,4 +56,5 @@ def writing_service(
         dtype=DTYPES[settings.dtype],
         limits=limits,
         names=names,
+        reader=f"engine {settings.engine}",
     )

@@ -22,10 +22,13 @@ Handler = Callable[[web.Request, bytes], Awaitable[web.StreamResponse]]
 
 
 class Service(ABC):
-    """`names` are those that requests may call the model by; None: any."""
+    """`names` are those that requests may call the model by; None: any. `reader` is who reads them, in words."""
 
-    def __init__(self, name: str, encoder: Encoder, limit: Limit, names: frozenset[str] | None) -> None:
+    def __init__(
+        self, name: str, encoder: Encoder, limit: Limit, names: frozenset[str] | None, reader: str = "this model"
+    ) -> None:
         self.name = name
+        self.reader = reader
         self.encoder = encoder
         self.limit = limit
         self.meter = Meter()
@@ -69,7 +72,7 @@ class Service(ABC):
         await asyncio.to_thread(self._reader.shutdown)
 
     def parse(self, kind: type[B], data: bytes) -> B:
-        body = parse(kind, data)
+        body = parse(kind, data, self.reader)
         if body.model is not None:
             self.check_name(body.model)
         return body

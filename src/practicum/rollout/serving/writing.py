@@ -90,9 +90,10 @@ class WritingService(Service):
         dtype: torch.dtype,
         limits: Sequence[Limit] = (),
         names: frozenset[str] | None = None,
+        reader: str = "this model",
     ) -> None:
         encoder = Encoder(tokenizer, model_config.get_text_config().vocab_size)
-        super().__init__(name, encoder, Limit.of(model_config, tokenizer, *limits), names)
+        super().__init__(name, encoder, Limit.of(model_config, tokenizer, *limits), names, reader)
         self._engine = engine
         self._dtype = dtype
         self._shapes = weight_shapes(model_config)

@@ -152,7 +152,7 @@ class RouterProcess(RouterHandle):
 
     def _first_words(self, timeout_s: float) -> dict[str, str]:
         assert self._process.stdout is not None
-        if not wait([self._process.stdout], timeout_s):  # select refuses descriptors from 1024 on
+        if not wait([self._process.stdout.fileno()], timeout_s):  # select refuses descriptors from 1024 on
             raise RouterError(f"the router's process (pid {self.pid}) was not ready within {timeout_s:g} s.")
         line = self._process.stdout.readline()
         if not line:

@@ -144,7 +144,7 @@ def test_a_resumed_run_with_all_roles_is_the_uninterrupted_one(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("writers", "critic", "num_workers"),  # the session's cores are two in all
-    [("hybrid", "hybrid", 2), ("colocated", "colocated", 2), ("hybrid", "standalone", 1)],
+    [("hybrid", "hybrid", 2), ("colocated", "hybrid", 2), ("hybrid", "colocated", 2), ("hybrid", "standalone", 1)],
 )
 def test_all_roles_give_the_same_result_wherever_they_are(
     make_config: MakeConfig, tmp_path: Path, ray_session: None, writers: str, critic: str, num_workers: int

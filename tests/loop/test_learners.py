@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from practicum import Config, Trainer
-from practicum.errors import ConfigError
+from practicum.errors import ConfigError, ModelError
 from practicum.loop.run_folder import read_metrics
 from tests.loop.test_trainer import timeless, weights
 
@@ -95,6 +95,12 @@ def test_a_reference_of_other_words_is_refused(make_config: MakeConfig, tmp_path
     for told in ((*KL, f"algorithm.kl.reference={other}"), (*GAE, f"critic.path={other}")):
         with pytest.raises(ConfigError, match=r"(kl\.reference|critic\.path)=.* has 50 words, but model .* has \d+"):
             Trainer(make_config(*told))
+
+
+def test_a_reference_or_a_critic_that_is_not_there_is_named_by_its_key(make_config: MakeConfig, tmp_path: Path) -> None:
+    for told, key in ((KL, "algorithm.kl.reference"), (GAE, "critic.path")):
+        with pytest.raises(ModelError, match=rf"{key}=.*/nothing: model folder .* does not exist"):
+            Trainer(make_config(*told, f"{key}={tmp_path / 'nothing'}"))
 
 
 def test_ppo_with_a_critic_learns_and_the_critic_explains_more_and_more(make_config: MakeConfig) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from practicum.data import pack
 from practicum.models import load_model
-from practicum.train.model import LogProbModel, ValueModel, keeps_samples_apart
+from practicum.train.model import LogProbModel, ValueModel, entropies, keeps_samples_apart
 from tests.samples import make_training_sample
 
 
@@ -71,6 +71,12 @@ def test_the_model_is_as_before_outside_of_it(tiny_model: Path) -> None:
     before = model(input_ids=ids).logits
     LogProbModel(model)
     assert torch.equal(model(input_ids=ids).logits, before)
+
+
+@pytest.mark.parametrize("num", [0, 1, 300])
+def test_entropies_are_those_of_the_whole_however_many_there_are(num: int) -> None:
+    log_probs = torch.randn(num, 4000).log_softmax(-1)  # more than are looked at together
+    assert torch.allclose(entropies(log_probs), -(log_probs.exp() * log_probs).sum(-1), rtol=1e-6)
 
 
 @pytest.mark.parametrize("learns", [False, True])

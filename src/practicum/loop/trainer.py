@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from practicum.config import Config
 from practicum.controller import open_controller
 from practicum.data import ShuffledStream, read_prompts
-from practicum.errors import ConfigError, DataError
+from practicum.errors import ConfigError, DataError, ModelError
 from practicum.loop.advantages import graded_batch, share_with_signal, with_advantages
 from practicum.loop.learners import Learners
 from practicum.loop.metrics import StepReport, Stopwatch, conversation_metrics, rollout_metrics
@@ -304,7 +304,10 @@ def _check_models(config: Config, model_config: Any) -> None:
     check_lora(config, model_config)
     for key, path in (("algorithm.kl.reference", config.algorithm.kl.reference), ("critic.path", config.critic.path)):
         if path is not None:
-            own, other = (c.get_text_config().vocab_size for c in (model_config, load_config(path)))
+            try:
+                own, other = (c.get_text_config().vocab_size for c in (model_config, load_config(path)))
+            except ModelError as error:
+                raise ModelError(f"{key}={path}: {error}") from error
             if own != other:
                 raise ConfigError(
                     f"{key}={path} has {other} words, but model {config.model.path!r} has {own}: they must read the "

@@ -44,6 +44,12 @@ def _is_plain(head: Any, model: Any) -> bool:
     return is_plain
 
 
+def entropies(log_probs: Tensor) -> Tensor:
+    """Of distributions [n, words], a few at a time: on a CPU in its cache, on a GPU without as much memory again."""
+    rows = max(1, (2**19 if log_probs.device.type == "cpu" else 2**26) // log_probs.shape[-1])
+    return torch.cat([-(part.exp().mul_(part)).sum(-1) for part in log_probs.split(rows)])
+
+
 class LogProbModel(nn.Module):
     """Computes the output layer only at the positions asked for, so prompt and padding cost no vocabulary row.
 
@@ -89,9 +95,9 @@ class LogProbModel(nn.Module):
         finally:
             self._positions = None
         assert len(logits) == len(targets), "the output layer was not called with the selected positions"
-        log_probs = (logits.float() / temperature).log_softmax(-1)
-        with torch.set_grad_enabled(self._learns_entropy and torch.is_grad_enabled()):
-            entropy = -(log_probs.exp() * log_probs).sum(-1)
+        logits = logits.float() if temperature == 1 else logits.float() / temperature
+        log_probs = logits.log_softmax(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1) if self._learns_entropy else entropies(log_probs.detach())
         return -nll_loss(log_probs, targets, reduction="none"), entropy
 
     def _select(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

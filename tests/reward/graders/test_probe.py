@@ -19,6 +19,13 @@ def test_the_shape_is_learnt_without_importing_the_file_here(tmp_path: Path) -> 
     assert not any("elsewhere" in name for name in sys.modules)
 
 
+@pytest.mark.usefixtures("many_descriptors")
+def test_it_is_learnt_by_a_process_with_many_open_files_too(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text("def grade(sample): return 1.0\n")
+    assert not probe_function(f"{file}:grade").is_async
+
+
 def test_a_changed_file_is_looked_at_again(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     file.write_text("def grade(sample): return 1.0\n")

@@ -46,6 +46,12 @@ def test_it_serves_as_soon_as_it_is_started(start: Callable[[Router], RouterHand
             assert client.get(b"/x").data == b"/x"
 
 
+@pytest.mark.usefixtures("many_descriptors")
+def test_a_process_with_many_open_files_starts_one_too() -> None:
+    with Router().start_process() as router:
+        assert router.workers() == []
+
+
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS.keys())
 def test_stopping_drains(start: Callable[[Router], RouterHandle], start_worker: StartWorker) -> None:
     worker = start_worker(slowly(0.5))

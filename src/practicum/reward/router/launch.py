@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import select
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -152,7 +152,7 @@ class RouterProcess(RouterHandle):
 
     def _first_words(self, timeout_s: float) -> dict[str, str]:
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+        if not wait([self._process.stdout.fileno()], timeout_s):  # select refuses descriptors from 1024 on
             raise RouterError(f"the router's process (pid {self.pid}) was not ready within {timeout_s:g} s.")
         line = self._process.stdout.readline()
         if not line:

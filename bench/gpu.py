@@ -211,18 +211,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--peer", choices=["none"])
     parser.add_argument("--part", action="append", choices=[*PARTS, "grpo"])
+    parser.add_argument("--case", action="append", choices=CASES, help="of grpo")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
     options = parser.parse_args(arguments)
     where = environment("python -m bench.gpu") | {"device": torch.cuda.get_device_name()}
     rows: list[Row] = []
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
-        work = Work(Path(name), options.quick, options.peer != "none", 1 if options.quick else 3)
+        work = Work(Path(name), options.quick, options.peer != "none", 1 if options.quick else 2)
         for part in options.part or [*PARTS, "grpo"]:
             began = time.monotonic()
             try:
                 if part == "grpo":
-                    more, phases = grpo_rows(CASES, quick=work.quick, peer=work.peer)
+                    more, phases = grpo_rows(options.case or CASES, quick=work.quick, peer=work.peer)
                     rows += more
                     where["phases_s"] = phases
                 else:

@@ -1,7 +1,8 @@
 """The whole training step on a CUDA device, ours through Ray against TRL's GRPOTrainer with transformers' generation.
 
 32 prompts of 128 tokens x 8 answers x 256 tokens and one update a step, in bfloat16. Both sides are in the Python that
-runs this: a machine with a device seldom has the network that peers' environments are made from.
+runs this: a machine with a device seldom has the network that peers' environments are made from. They take their turns
+one after the other, since the device has no room for both.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,7 +41,7 @@ def grpo_rows(
                 save_shape(case, model, **(_SMALL if quick else {}))
             job = Job(
                 str(model), str(prompts), str(folder / f"{case}-run"), 8, **(QUICK_WORK if quick else WORK),
-                device="cuda", dtype="bfloat16", max_prompt_tokens=256, micro_batch_tokens=49_152,
+                device="cuda", dtype="bfloat16", max_prompt_tokens=256, micro_batch_tokens=32_768,
                 replay="R3" if case == "moe" else "disabled",
             )  # fmt: skip
             tallies = _contest(folder, job, plan, peer=peer and find_spec("trl") is not None)
@@ -53,14 +53,14 @@ def grpo_rows(
 def _contest(folder: Path, job: Job, plan: Plan, *, peer: bool) -> dict[str, Tally]:
     env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     modules = {"practicum": "bench.contestants.practicum_grpo", **({"trl": "bench.peers.trl_grpo"} if peer else {})}
-    with ExitStack() as stack:
-        contestants = []
-        for name, module in modules.items():
-            path = folder / f"{name}.json"
-            replace(job, run_dir=f"{job.run_dir}-{name}").write(path)
-            command = [sys.executable, "-m", module, str(path)]
-            contestants.append(stack.enter_context(Contestant(name, command, folder, env)))
-        return alternate(contestants, plan)
+    tallies: dict[str, Tally] = {}
+    for name, module in modules.items():  # one after the other: the device has no room for both
+        path = folder / f"{name}.json"
+        replace(job, run_dir=f"{job.run_dir}-{name}").write(path)
+        with Contestant(name, [sys.executable, "-m", module, str(path)], folder, env) as contestant:
+            tallies |= alternate([contestant], plan)
+        print(f"{name}: {tallies[name].parts()}", flush=True)
+    return tallies
 
 
 def _rows(case: str, tallies: dict[str, Tally]) -> list[Row]:

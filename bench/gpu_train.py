@@ -23,7 +23,7 @@ from practicum.models import load_config
 from practicum.train import ActorWorker, MiniBatch, UpdateStats, totals_of
 from practicum.types import Prompt, Sample, Score, TrainingSample
 
-MICRO_BATCH_TOKENS = 49_152
+MICRO_BATCH_TOKENS = 32_768
 
 
 def to_learn(samples: Sequence[Sample], step: int = 1) -> list[TrainingSample]:

@@ -57,6 +57,7 @@ class RolloutManager:
         self._is_writing = False
         self._is_updating = False
         self._is_closed = False
+        self._is_over = False
         self._num_tries = dict.fromkeys((replica.number for replica in self.replicas), 0)
         self._returning: dict[int, Future[None]] = {}
         self._late: set[int] = set()  # started again when the trainer had learnt on: they wait for the next weights
@@ -114,6 +115,12 @@ class RolloutManager:
             self._wait_for_returning()
             self._check_hope()
 
+    def break_off(self) -> None:
+        """From any thread: whoever is writing gets a RolloutError soon, and what is left is broken off."""
+        with self._news:
+            self._is_over = True
+            self._news.notify_all()
+
     def take_counts(self) -> Counter[str]:
         """Conversations, turns, and calls of tools by what came of them, since the last time. Not while they write."""
         counts = Counter[str]()
@@ -148,6 +155,8 @@ class RolloutManager:
     @contextmanager
     def calling(self) -> Iterator[bool]:
         with self._news:  # calls that are made now reach the workers before those for new weights
+            if self._is_over:
+                raise RolloutError("writing was broken off.")
             yield not self._is_updating
 
     def wait(self, seconds: float) -> None:

@@ -42,6 +42,7 @@ class RunState:
     step: int
     data_position: int
     kl_coefficient: float | None = None  # as it stands, where it is adapted
+    data_again: Sequence[int] = ()  # what before that position was asked ahead, and was not learnt from yet
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from practicum import Config, Sample, Trainer
+from practicum import Config, Trainer
 from practicum.errors import ConfigError, RewardError, RolloutError
 from practicum.loop.metrics import StepReport, Stopwatch
 from practicum.loop.overlap import FIRST, Buffer, Turn
 from practicum.loop.run_folder import read_metrics
+from tests.rollout import talks
 
 MakeConfig = Callable[..., Config]
 WAIT_S = 20.0
@@ -214,22 +213,24 @@ def test_learning_goes_on_with_answers_of_older_weights(make_config: MakeConfig)
     assert sum(rewards[-5:]) / 5 > 1.3 * sum(rewards[:5]) / 5
 
 
-GAE = ("algorithm.advantage=gae", "critic.lr=1e-3")
-
-
 @pytest.mark.parametrize(
-    "overrides",
+    ("placement", "overrides"),
     [
-        ("actor.router_replay.mode=R3", "actor.mini_batches=2"),
-        ("actor.router_replay.mode=R2", "actor.mini_batches=2"),
-        ("algorithm.resampling_rounds=2", "reward.function=tests/rewards.py:odd_prompts_are_all_right"),
-        ("algorithm.advantage=remax", "rollout.answers_per_prompt=1", "data.prompts_per_step=8"),
-        (*GAE, "actor.epochs=2", "algorithm.kl.coefficient=0.1"),
-        ("actor.lora.rank=2", "actor.lora.targets=[q_proj, v_proj]", "algorithm.kl.coefficient=0.1"),
+        ("hybrid", ("actor.router_replay.mode=R3", "actor.mini_batches=2")),
+        ("standalone", ("actor.router_replay.mode=R3", "actor.router_replay.compare_every=1")),
+        ("standalone", ("actor.router_replay.mode=R2", "actor.mini_batches=2")),
+        ("standalone", ("algorithm.resampling_rounds=2", "reward.function=tests/rewards.py:odd_prompts_are_all_right")),
+        ("hybrid", ("algorithm.advantage=remax", "rollout.answers_per_prompt=1", "data.prompts_per_step=8")),
+        ("hybrid", ("algorithm.advantage=gae", "critic.lr=1e-3", "actor.epochs=2", "algorithm.kl.coefficient=0.1")),
+        ("standalone", ("actor.lora.rank=2", "actor.lora.targets=[q_proj, v_proj]", "algorithm.kl.coefficient=0.1")),
+        (
+            "standalone",
+            (f"rollout.agent.environment={talks.__file__}:Once", "rollout.agent.max_turns=2",
+             "rollout.max_new_tokens=20"),
+        ),
     ],
-    ids=lambda overrides: overrides[0],
-)
-@pytest.mark.parametrize("placement", ["hybrid", "standalone"])
+    ids=lambda given: given if isinstance(given, str) else given[0].partition("=")[0],
+)  # fmt: skip
 def test_whatever_else_a_step_does_it_does_ahead_too(
     make_config: MakeConfig, placement: str, overrides: tuple[str, ...]
 ) -> None:
@@ -237,48 +238,55 @@ def test_whatever_else_a_step_does_it_does_ahead_too(
     reports = run(config)
     assert [report.number for report in reports] == [1, 2, 3]
     assert [report.accuracy is not None for report in reports] == [False, True, True]
-    assert all(report.metrics["actor/grad_norm"] > 0 and report.metrics["age/max"] <= 1 for report in reports)
+    for report in reports:
+        assert report.metrics["actor/grad_norm"] > 0 and report.metrics["age/max"] <= 1
+        assert ("agent/turns" in report.metrics) == config.rollout.agent.is_set
 
 
-def prompts_of(rows: Iterator[Any]) -> list[str]:
-    return [line for row in rows for line in row]
+def test_a_reward_model_that_sleeps_takes_its_turn(make_config: MakeConfig, classifier_folder: Path) -> None:
+    given = ("reward.grader=classifier", "reward.function=null", f"reward.model.path={classifier_folder}")
+    for report in run(make_config(*AHEAD, *given, "trainer.steps=3")):
+        assert report.metrics["reward/failed_share"] == 0 and report.metrics["age/max"] <= 1
+
+
+def test_partial_answers_go_on_under_new_weights_in_the_midst_of_a_batch(make_config: MakeConfig) -> None:
+    config = make_config(
+        *AHEAD, "rollout.placement=standalone", "rollout.partial=true", "data.validation=null", "trainer.steps=20",
+        "rollout.max_batch=1", "rollout.max_new_tokens=44", "actor.micro_batch_tokens=600",
+        "rollout.answers_per_prompt=2",
+    )  # fmt: skip
+    steps = Trainer(config).steps()  # a batch takes far longer to be written than to be learnt from
+    mixed = next(report.metrics for report in steps if "age/kl_0" in report.metrics and "age/kl_1" in report.metrics)
+    steps.close()  # type: ignore[attr-defined]
+    assert mixed["age/share_0"] + mixed["age/share_1"] == pytest.approx(1)
+    assert mixed["age/kl_0"] < 1e-5 < mixed["age/kl_1"]
 
 
 @pytest.mark.parametrize("more", [(), ("algorithm.resampling_rounds=2",)], ids=["as they come", "renewed"])
 def test_a_run_that_was_left_and_resumed_loses_and_repeats_no_prompt(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+    make_config: MakeConfig, more: tuple[str, ...]
 ) -> None:
-    learnt: dict[int, list[str]] = {}
-    seen: dict[int, list[str]] = {}
-
-    def noted(self: Any, number: int, prompts: Any, watch: Any, was: Any = None) -> Any:
-        made = original(self, number, prompts, watch)
-        drawn = [prompt.id for practice in (made.first, made.practice) for prompt, _ in practice.prompts]
-        seen[number] = list(dict.fromkeys(drawn))
-        return made
-
-    from practicum.loop.practising import Practising
-
-    original = Practising._practise
-    monkeypatch.setattr(Practising, "_practise", noted)
     given = (
         "trainer.staleness=2", "algorithm.correction.kind=truncated", "trainer.steps=8", "trainer.checkpoint_every=1",
-        "data.prompts_per_step=4", "data.validation=null", "reward.function=tests/rewards.py:odd_prompts_are_all_right",
-        *more,
+        "trainer.log_answers_every=1", "data.validation=null",
+        "reward.function=tests/rewards.py:odd_prompts_are_all_right", *more,
     )  # fmt: skip
-    first = 1
+    config = make_config(*given, "resume=auto")
     for stop in (2, 5, 8):
-        steps = Trainer(make_config(*given, "resume=auto"), notify=lambda text: None).steps()
-        for report in itertools.islice(steps, stop - first + 1):
-            learnt[report.number] = seen[report.number]
-        steps.close()  # type: ignore[attr-defined]
+        steps = Trainer(config, notify=lambda text: None).steps()
+        for report in steps:
+            if report.number == stop:
+                steps.close()  # type: ignore[attr-defined]
         assert not batch_threads()
-        first = stop + 1
-    assert sorted(learnt) == list(range(1, 9))
-    drawn = [prompt for number in sorted(learnt) for prompt in learnt[number]]
-    assert len(set(drawn)) == len(drawn)  # of 64 prompts each came once, or not yet
+    files = sorted((Path(config.trainer.run_dir) / "answers").iterdir())
+    shown = [line for file in files for line in file.read_text().splitlines() if line.startswith("---")]
+    learnt = shown[::2]  # two answers to each prompt
+    assert len(files) == 8 and len(learnt) == len(set(learnt)) == 32
     if not more:
-        assert len(drawn) == 32
+        whole = make_config(*given, f"trainer.run_dir={config.trainer.run_dir}-whole")
+        run(whole)
+        files = sorted((Path(whole.trainer.run_dir) / "answers").iterdir())
+        assert shown[::2] == [line for f in files for line in f.read_text().splitlines() if line.startswith("---")][::2]
 
 
 def test_a_failing_reward_is_raised_in_the_loop(make_config: MakeConfig) -> None:
@@ -334,7 +342,3 @@ def test_what_does_not_go_together_with_staleness_is_refused_at_load(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         make_config(AHEAD[0], *overrides)
-
-
-def digits(sample: Sample) -> float:
-    return float(len(sample.text))

@@ -207,6 +207,17 @@ def test_no_token_is_older_than_it_may_be(make_config: MakeConfig, placement: st
     assert reports[-1].metrics[f"age/kl_{int(oldest[-1])}"] > 0  # it has learnt since
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["hybrid", "standalone"])
+def test_the_same_in_processes_of_their_own(make_config: MakeConfig, ray_session: None, placement: str) -> None:
+    config = make_config(*AHEAD, "controller.backend=ray", f"rollout.placement={placement}", "trainer.steps=4")
+    reports = run(config)
+    assert [report.number for report in reports] == [1, 2, 3, 4]
+    assert all(report.metrics["age/max"] <= 1 for report in reports)
+    assert any("age/kl_1" in report.metrics for report in reports)
+    assert all(report.metrics.get("age/kl_0", 0.0) < 1e-5 for report in reports)
+
+
 def test_learning_goes_on_with_answers_of_older_weights(make_config: MakeConfig) -> None:
     sizes = ("trainer.steps=25", "data.prompts_per_step=8", "rollout.answers_per_prompt=8", "data.validation=null")
     rewards = [report.reward for report in run(make_config(*AHEAD, *sizes))]

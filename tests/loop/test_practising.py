@@ -8,9 +8,9 @@ from practicum.loop.practising import EncodedPrompt, Prompts
 from practicum.types import Prompt
 
 
-def prompts(position: int = 0, again: list[int] | None = None) -> Prompts:
+def prompts(position: int = 0, again: tuple[int, ...] = ()) -> Prompts:
     items: list[EncodedPrompt] = [(Prompt(str(i), text="1"), np.array([1], np.int32)) for i in range(9)]
-    return Prompts(ShuffledStream(items, seed=1, position=position, again=again or ()))
+    return Prompts(ShuffledStream(items, seed=1, position=position, again=again))
 
 
 def ids(drawn: list[EncodedPrompt]) -> list[str]:
@@ -23,19 +23,19 @@ def test_of_batches_that_are_learnt_from_one_after_another_a_position_is_all_the
         source.draw(3, batch)
         source.draw(1, batch)
         source.forget(batch - 1)
-        assert source.after(batch) == (4 * batch, [])
+        assert source.after(batch) == (4 * batch, ())
 
 
 def test_what_was_drawn_ahead_comes_again() -> None:
     source = prompts()
     for batch in (1, 2, 3):
         source.draw(4, batch)
-    assert source.after(0) == (0, [])
-    assert source.after(1) == (4, [])
-    assert source.after(3) == (12, [])
+    assert source.after(0) == (0, ())
+    assert source.after(1) == (4, ())
+    assert source.after(3) == (12, ())
     source.draw(2, 2)  # prompts of the second batch are renewed
-    assert source.after(2) == (14, [8, 9, 10, 11])  # those of the third: the others were learnt from
-    assert source.after(1) == (4, [])
+    assert source.after(2) == (14, (8, 9, 10, 11))  # those of the third: the others were learnt from
+    assert source.after(1) == (4, ())
 
 
 @pytest.mark.parametrize("learnt", [0, 1, 2, 3])
@@ -49,4 +49,4 @@ def test_a_run_that_goes_on_draws_exactly_what_was_not_learnt(learnt: int) -> No
     left = sum(len(batches[number]) for number in batches if number > learnt)
     drawn = ids(resumed.draw(left, 4)) if left else []
     assert sorted(drawn) == sorted(one for number in batches if number > learnt for one in batches[number])
-    assert resumed.after(4)[1] == []
+    assert resumed.after(4)[1] == ()

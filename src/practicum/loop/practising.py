@@ -71,7 +71,7 @@ class Prompts:
         with self._lock:
             self._drawn = {batch: own for batch, own in self._drawn.items() if batch > learnt}
 
-    def after(self, learnt: int) -> tuple[int, list[int]]:
+    def after(self, learnt: int) -> tuple[int, tuple[int, ...]]:
         """Where the stream stands once all batches up to `learnt` are learnt from: its position, and what before that
         is to come again, since it is in batches that are not."""
         with self._lock:
@@ -80,7 +80,7 @@ class Prompts:
             position = self._stream.position
         while again and again[-1] == position - 1:
             position = again.pop()
-        return position, again
+        return position, tuple(again)
 
 
 class Practising:

@@ -287,7 +287,8 @@ class RolloutManager:
 
     def _check_hope(self) -> None:
         with self._news:
-            if self._returning or any(not replica.problem for replica in self.replicas):
+            # New weights, for which late ones wait, are on their way: they are late because the trainer learns.
+            if self._returning or self._late or any(not replica.problem for replica in self.replicas):
                 return
         told = "; ".join(f"{replica.name}: {replica.problem}" for replica in self.replicas)
         raise RolloutError(f"no replica can write any more. {told}")

@@ -340,3 +340,18 @@ def test_writing_can_be_broken_off_from_another_thread(in_process: RolloutManage
             for _ in in_process.write(requests_of(160, 48)):
                 pass
     breaking.join()
+
+
+@pytest.mark.parametrize("placement", ["colocated", "standalone"])
+def test_after_new_weights_replicas_wait_awake_or_asleep(
+    weights: ModelWeights, tiny_model: Path, placement: Any
+) -> None:
+    config = RolloutConfig(engine="hf", placement=placement, max_batch=MAX_BATCH)
+    settings = hf_settings(tiny_model, MAX_BATCH)
+    with open_replicas(config, Controller(None, 60.0, 60.0), settings, weights, TIMES) as manager:
+        worker: Any = manager.replicas[0]._group._hosts[0]._worker  # type: ignore[attr-defined]
+        manager.update_weights(1)
+        assert worker._is_awake
+        manager.update_weights(2, stays_awake=False)
+        assert worker._is_awake == (placement == "standalone")  # those have their places to themselves
+        assert versions(list(written(manager, requests_of(4)).values())) == [[2]] * 4

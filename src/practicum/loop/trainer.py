@@ -132,7 +132,8 @@ class Trainer:
             with watch.phase("update"):
                 learnt = self._learners.learn(number, batch, groups)
             with watch.phase("weights"):
-                self._rollout.update_weights(number)
+                # Whose turn comes next is not known where batches are made ahead.
+                self._rollout.update_weights(number, stays_awake=not self.config.trainer.staleness)
         self._batches.published(number)
         if number % self.config.trainer.log_answers_every == 0 or number == 1:
             shown = slice(None, None, max(1, len(samples) // _SHOWN_ANSWERS))  # of different prompts

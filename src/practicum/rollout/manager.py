@@ -90,11 +90,12 @@ class RolloutManager:
         finally:
             self._is_writing = False
 
-    def update_weights(self, version: int) -> None:
+    def update_weights(self, version: int, *, stays_awake: bool = True) -> None:
         """Have all replicas write with the trainer's weights of now, under this version.
 
         May be called while they write: answers under way are finished with the old weights first, or, with partial
-        rollout, broken off and gone on with under the new ones.
+        rollout, broken off and gone on with under the new ones. Unless they are to stay awake for a round that comes
+        next, those that sleep between rounds do so again.
         """
         with self._updates, self._pause():
             self._wait_for_returning()
@@ -114,6 +115,8 @@ class RolloutManager:
         if not self.well():
             self._wait_for_returning()
             self._check_hope()
+        if not stays_awake and not self._is_writing:
+            self._put_all_to_sleep()
 
     def break_off(self) -> None:
         """From any thread: whoever is writing gets a RolloutError soon, and what is left is broken off."""

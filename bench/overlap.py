@@ -46,7 +46,7 @@ class Plan:
 
 
 FULL = Plan(num_rounds=5, num_steps=20, num_warm=4, learning_steps=100, held_out=None)
-QUICK = Plan(num_rounds=1, num_steps=6, num_warm=2, learning_steps=4, held_out=50)
+QUICK = Plan(num_rounds=1, num_steps=4, num_warm=1, learning_steps=4, held_out=50)
 
 
 @dataclass(slots=True)
@@ -79,11 +79,10 @@ def run(options: Options) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="bench-async-") as name, ray_cluster():
         folder = Path(name)
         write_work(folder)
-        for placement in PLACEMENTS:
-            if options.wants(placement):
-                paces, delay_s = contest(folder, placement, plan)
-                rows += speed_rows(placement, paces, has_peer)
-                where[placement] = told(placement, paces, delay_s)
+        for placement in filter(options.wants, PLACEMENTS):
+            paces, delay_s = contest(folder, placement, plan)
+            rows += speed_rows(placement, paces, has_peer)
+            where[placement] = told(placement, paces, delay_s)
         if options.wants(LEARNING):
             found, where[LEARNING] = learn(folder, plan, has_peer, options.quick)
             rows += found
@@ -151,6 +150,8 @@ def best_ratio(placement: str, generation_s: float, reward_s: float, learning_s:
 
 
 def learn(folder: Path, plan: Plan, has_peer: bool, is_quick: bool) -> tuple[list[Row], dict[str, Any]]:
+    import torch
+
     from practicum.demo.arithmetic import all_problems, write_problems
     from practicum.demo.run import NUM_HELD_OUT, WARM_UP_ACCURACY, WRONG_SHARE, demo_config
     from practicum.demo.warmup import warm_up
@@ -159,6 +160,7 @@ def learn(folder: Path, plan: Plan, has_peer: bool, is_quick: bool) -> tuple[lis
     write_problems(folder / "train.jsonl", train)
     write_problems(folder / "held-out.jsonl", held_out)
     until = 0.0 if is_quick else WARM_UP_ACCURACY  # 0: it stops as soon as it may
+    torch.set_num_threads(1)  # the model is too small to gain from more
     warm_up(folder / "model", train, seed=0, until_accuracy=until, wrong_share=WRONG_SHARE)
     before, after = {}, {}
     for staleness in (1, 0):
@@ -168,6 +170,7 @@ def learn(folder: Path, plan: Plan, has_peer: bool, is_quick: bool) -> tuple[lis
             f"trainer.steps={plan.learning_steps}",
             f"trainer.run_dir={folder / f'learning-{staleness}'}",
             f"validation.max_prompts={plan.held_out or 'null'}",
+            f"controller.backend={'local' if is_quick else 'ray'}",
             "validation.every=0",
             "trainer.checkpoint_every=0",
         ]

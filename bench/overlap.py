@@ -24,7 +24,7 @@ from bench.harness import Options, Outcome, Row, UsageError
 PEER = "staleness=0"
 PLACEMENTS = ("standalone", "hybrid")
 LEARNING = "learning"
-PROMPTS, ANSWERS, NEW_TOKENS = 4, 4, 256
+PROMPTS, ANSWERS, NEW_TOKENS = 4, 2, 256
 _GRADE = """
 import asyncio, pathlib
 
@@ -46,7 +46,7 @@ class Plan:
 
 
 FULL = Plan(num_rounds=5, num_steps=20, num_warm=4, learning_steps=100, held_out=None)
-QUICK = Plan(num_rounds=1, num_steps=4, num_warm=1, learning_steps=4, held_out=50)
+QUICK = Plan(num_rounds=1, num_steps=6, num_warm=2, learning_steps=4, held_out=50)
 
 
 @dataclass(slots=True)

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import controller, grpo, replay, reward, rollout, router, soak
+from bench import controller, grpo, overlap, replay, reward, rollout, router, soak
 from bench.harness import ROOT, BenchError, Options, Outcome, UsageError, environment, print_table, write_json
 
 BENCHMARKS: dict[str, Callable[[Options], Outcome]] = {
+    "async": overlap.run,
     "grpo": grpo.run,
     "controller": controller.run,
     "router": router.run,

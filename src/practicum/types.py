@@ -362,6 +362,11 @@ class TrainingSample:
         """Its own in a run."""
         return f"{self.step}/{self.place}"
 
+    @property
+    def ages(self) -> NDArray[np.int32]:
+        """[answer], by how many updates the weights that learn from a token are newer than those that wrote it."""
+        return self.step - 1 - self.sample.versions
+
     def __post_init__(self) -> None:
         for name in ("advantages", "reference_log_probs", "values", "returns"):
             array = getattr(self, name)

@@ -28,3 +28,12 @@ def test_the_seed_decides_the_order() -> None:
     assert ShuffledStream(range(50), seed=1).take(50) != ShuffledStream(range(50), seed=2).take(50)
     with pytest.raises(ValueError, match="at least one"):
         ShuffledStream([], seed=0)
+
+
+def test_items_that_were_drawn_in_vain_come_first() -> None:
+    whole = ShuffledStream(list(range(7)), seed=3)
+    first, in_vain, after = whole.draw(4), whole.draw(5), whole.draw(2)
+    assert (first, in_vain, after) == ([0, 1, 2, 3], [4, 5, 6, 7, 8], [9, 10])
+    resumed = ShuffledStream(list(range(7)), seed=3, position=whole.position, again=in_vain)
+    assert resumed.draw(3) + resumed.draw(4) == [*in_vain, 11, 12]
+    assert resumed.at(in_vain) == whole.at(in_vain)

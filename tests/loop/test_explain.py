@@ -18,6 +18,15 @@ def test_it_tells_config_placement_algebra_and_memory(make_config: Callable[...,
     assert "(shared with the actor)" in explanation(make_config())
 
 
+def test_it_tells_what_overlaps(make_config: Callable[..., Config]) -> None:
+    ahead = ("trainer.staleness=2", "algorithm.correction.kind=truncated")
+    assert "hybrid writers take turns with the learners" in explanation(make_config(*ahead))
+    text = explanation(make_config(*ahead, "rollout.placement=standalone"))
+    assert "# overlap\nthe batches of 2 later steps" in text and "writing, grading and learning go on at once" in text
+    assert "no token is older than 2 updates; importance weights are truncated" in text
+    assert "# overlap" not in explanation(make_config())
+
+
 def test_it_tells_where_writers_live(make_config: Callable[..., Config]) -> None:
     def told(*overrides: str) -> str:
         return explanation(make_config("controller.backend=ray", *overrides))

@@ -36,6 +36,7 @@ def test_what_is_prepared_is_a_model_and_problems_to_practise_and_to_hold_out(fo
         ("ppo-arithmetic", "critic/loss"),
         ("dapo-arithmetic", "rollout/renewed_prompts"),
         ("lora", "actor/reference_kl"),
+        ("async", "time/ahead/rollout_s"),
         ("moe-r3", "replay/kl_without"),
     ],
 )

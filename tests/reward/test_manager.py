@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -35,11 +36,14 @@ def local() -> Iterator[Open]:
             config: dict[str, Any],
             timeout_s: float = 10.0,
             on_progress: Callable[[Progress], None] = lambda progress: None,
+            side_by_side: bool = False,
             **policy: Any,
         ) -> RewardLoopManager:
             packed = RayClassWithInitArgs(RewardLoopWorker, hall_settings(config, timeout_s=timeout_s, num_processes=2))
             workers = stack.enter_context(LocalWorkerGroup(packed, name="graders", world_size=2))
-            return RewardLoopManager(workers, GradingPolicy(**policy), on_progress=on_progress)
+            return RewardLoopManager(
+                workers, GradingPolicy(**policy), side_by_side=side_by_side, on_progress=on_progress
+            )
 
         yield open_manager
 
@@ -205,6 +209,7 @@ class Mortal:
     def __init__(self, num_deaths: float) -> None:
         self.num_deaths = num_deaths
         self.num_restarts = 0
+        self.abandoned: list[int] = []
         self.seen: Counter[int] = Counter()
 
     def with_timeout(self, timeout_s: float) -> Mortal:
@@ -215,8 +220,9 @@ class Mortal:
         graded = [(place, Graded(Score(1.0))) for place in stack.places]
         return GroupFuture([], lambda deadline: self._replies(graded), 0.0, cast(Gather, only))
 
-    def execute_all(self, method: Any) -> None:
+    def execute_all(self, method: Any, number: int) -> None:
         assert method is RewardLoopWorker.abandon
+        self.abandoned.append(number)
 
     def _replies(self, graded: list[tuple[int, Graded]]) -> list[Any]:
         if self.num_deaths > 0:
@@ -244,6 +250,32 @@ def test_workers_that_die_again_and_again_are_an_infra_error_not_a_hang() -> Non
     assert "ended 3 times in this round: rank 1 is gone" in batch.scores[0].reason
     with pytest.raises(RewardError, match="1 of 3 samples could not be graded"):
         RewardLoopManager(cast(Any, Mortal(num_deaths=3))).grade(samples_of(*"abc"))
+
+
+class DiesOnce(Mortal):
+    """What was sent to it before it was started anew is lost."""
+
+    def execute_rank_async(self, rank: int, method: Any, stack: Stack, wait_s: float) -> GroupFuture[Any]:
+        is_lost, graded = not self.num_restarts, [(place, Graded(Score(1.0))) for place in stack.places]
+
+        def replies(deadline: float) -> list[Any]:
+            if is_lost:
+                raise WorkerDied("rank 1 is gone", group=self.name, ranks=[1])
+            return [Handout(graded, 0)]
+
+        return GroupFuture([], replies, 0.0, cast(Gather, only))
+
+
+def test_workers_that_die_under_two_rounds_are_started_anew_once() -> None:
+    group = DiesOnce(0)
+    manager = RewardLoopManager(cast(Any, group), side_by_side=True)
+    with manager.round() as first, manager.round() as second:
+        first.add(samples_of(*"ab"))
+        second.add(samples_of(*"abc"))
+        assert statuses(second.result().scores) == ["ok"] * 3
+        assert statuses(first.result().scores) == ["ok"] * 2
+    assert group.num_restarts == 1
+    assert group.abandoned == [0]  # nothing of it is left with the new ones, whenever it was sent to them
 
 
 class Recording(Mortal):
@@ -284,6 +316,32 @@ def test_answers_to_one_prompt_stay_side_by_side() -> None:
     for stack in group.stacks:
         ids = [sample.prompt.id for sample in stack.samples]
         assert all(ids.count(one) == 4 and ids[ids.index(one) :][:4] == [one] * 4 for one in ids)
+
+
+def test_rounds_that_are_open_at_once_have_each_their_own_scores(local: Open) -> None:
+    manager = local({"function": function("naps")}, side_by_side=True)
+    with manager.round() as first, manager.round() as second:
+        first.add(samples_of("0.3", "0.3"))
+        second.add(samples_of("0", "0", "0"))
+        assert statuses(second.result().scores) == ["ok"] * 3
+        assert statuses(first.result().scores) == ["ok"] * 2
+        with pytest.raises(ValueError), manager.round() as third:
+            third.add(samples_of("60"))
+            raise ValueError("out of here")
+        first.add(samples_of("0.1"))
+        assert statuses(first.result().scores) == ["ok"] * 3
+
+
+def test_open_rounds_can_be_broken_off_from_another_thread(local: Open) -> None:
+    manager = local({"function": function("naps")}, side_by_side=True)
+    with manager.round() as grading:
+        grading.add(samples_of("60"))
+        timer = threading.Timer(0.2, manager.break_off)
+        timer.start()
+        start = time.monotonic()
+        with pytest.raises(RewardError, match="broken off"):
+            grading.result()
+    assert time.monotonic() - start < WAIT_S
 
 
 # On Ray

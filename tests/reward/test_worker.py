@@ -50,7 +50,7 @@ def test_rules_are_graded_at_once_and_without_processes(workers: list[RewardLoop
     handout = worker.grade(stack("4", "5", truth="4"), 0.0)
     assert (values(handout), handout.num_left) == ({0: 1.0, 1: 0.0}, 0)
     assert psutil.Process().children() == before
-    assert worker.collect(0.0).graded == []
+    assert worker.collect(0, 0.0).graded == []
 
 
 def test_scores_are_handed_out_once_as_they_come(workers: list[RewardLoopWorker]) -> None:
@@ -62,7 +62,7 @@ def test_scores_are_handed_out_once_as_they_come(workers: list[RewardLoopWorker]
     num_left, num_turns = 1, 0
     while num_left:
         assert time.monotonic() < deadline
-        handout = worker.collect(0.1)
+        handout = worker.collect(0, 0.1)
         assert not seen.keys() & values(handout).keys()
         seen |= values(handout)
         num_left = handout.num_left
@@ -83,17 +83,31 @@ def test_an_abandoned_round_is_forgotten_and_stops_at_once(workers: list[RewardL
     worker = worker_for(workers, {"function": function("naps")})
     worker.grade(stack("0.01", *["60"] * 5), 0.0)
     start = time.monotonic()
-    worker.abandon()
-    assert worker.collect(0.0) == Handout([], 0)
+    worker.abandon(0)
+    assert worker.collect(0, 0.0) == Handout([], 0)
     assert values(worker.grade(stack("0", number=1), 5.0)) == {0: 1.0}
     assert time.monotonic() - start < 5
 
 
-def test_a_stack_of_another_round_puts_the_last_one_aside(workers: list[RewardLoopWorker]) -> None:
+@pytest.mark.parametrize("config", [{"function": function("naps")}, {"grader": "exact"}])
+def test_rounds_that_are_open_at_once_are_kept_apart(workers: list[RewardLoopWorker], config: dict[str, Any]) -> None:
+    worker = worker_for(workers, config)
+    truth = {"truth": "0"}
+    first = worker.grade(stack("0", "0.2", **truth), 0.0)
+    second = worker.grade(stack("0", "0", "0", number=1, **truth), 10.0)  # the same places
+    assert (sorted(values(second)), second.num_left) == ([0, 1, 2], 0)
+    rest = worker.collect(0, 10.0)
+    assert sorted([*values(first), *values(rest)]) == [0, 1]
+    assert worker.collect(1, 0.0) == worker.collect(0, 0.0) == Handout([], 0)
+
+
+def test_a_round_that_is_abandoned_leaves_the_others_alone(workers: list[RewardLoopWorker]) -> None:
     worker = worker_for(workers, {"function": function("naps")})
-    worker.grade(stack(*["60"] * 5), 0.0)
-    handout = worker.grade(stack("0", number=1, first=7), 5.0)
-    assert (values(handout), handout.num_left) == ({7: 1.0}, 0)
+    worker.grade(stack(*["60"] * 3), 0.0)
+    worker.grade(stack("0.2", "0.3", number=1), 0.0)
+    worker.abandon(0)
+    assert worker.collect(0, 0.0) == Handout([], 0)
+    assert values(worker.collect(1, 10.0)) == {0: 1.0, 1: 1.0}
 
 
 def test_far_more_samples_than_are_under_way_at_a_time_are_all_graded(workers: list[RewardLoopWorker]) -> None:
@@ -101,11 +115,11 @@ def test_far_more_samples_than_are_under_way_at_a_time_are_all_graded(workers: l
     handout = worker.grade(stack(*["0"] * 700), 30.0)
     seen = values(handout)
     while handout.num_left:
-        handout = worker.collect(30.0)
+        handout = worker.collect(0, 30.0)
         seen |= values(handout)
     assert seen == dict.fromkeys(range(700), 1.0)
     worker.grade(stack(*["60"] * 700, number=1), 0.0)
-    worker.abandon()  # those that had not begun too
+    worker.abandon(1)  # those that had not begun too
     assert values(worker.grade(stack("0", number=2), 5.0)) == {0: 1.0}
 
 
@@ -150,11 +164,11 @@ def test_slow_rules_do_not_keep_whoever_asks_waiting(workers: list[RewardLoopWor
     workers.append(RewardLoopWorker(HallSettings(Rubric((Term("slow", 1.0, Slow()),), {}), timeout_s=1.0)))
     first = workers[0].grade(stack(*"abcdef"), 0.0)
     assert first.graded and first.num_left == 6 - len(first.graded) > 0
-    second = workers[0].collect(5.0)
+    second = workers[0].collect(0, 5.0)
     assert values(first) | values(second) == dict.fromkeys(range(6), 1.0)
     workers[0].grade(stack(*"abcdef", number=1), 0.0)
-    workers[0].abandon()
-    assert workers[0].collect(0.0) == Handout([], 0)
+    workers[0].abandon(1)
+    assert workers[0].collect(1, 0.0) == Handout([], 0)
 
 
 def test_a_handout_travels_whole() -> None:

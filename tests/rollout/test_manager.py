@@ -308,3 +308,50 @@ def test_a_round_left_after_the_last_restart_ends_quietly_and_the_next_one_tries
 def test_counts_of_all_replicas_are_added_up_and_one_that_is_gone_is_left_out() -> None:
     with manager_of(Mortal(0), Mortal(1), Mortal(2, num_short_lives=1)) as manager:
         assert manager.take_counts() == {"turns": 23, "calls_ok": 2}
+
+
+def test_a_replica_that_is_back_while_the_trainer_learns_is_waited_for(
+    in_process: RolloutManager, weights: ModelWeights
+) -> None:
+    assert in_process._delivery is not None
+    came: list[Answer] = []
+
+    def publish() -> None:
+        wait_until(lambda: bool(in_process._late), "it is back, without weights")
+        in_process.update_weights(2)
+
+    publishing = threading.Thread(target=publish)
+    for answers in in_process.write(requests_of(64, 40)):
+        if not came:
+            weights.nudge()  # what had been sent cannot be sent again
+            in_process._delivery._ticket = None
+            in_process.lose(in_process.replicas[0], "it is gone")
+            publishing.start()
+        came += answers
+    publishing.join(60)
+    assert len(by_place(came)) == 64 and [2] in versions([answer.sample for answer in came])
+
+
+def test_writing_can_be_broken_off_from_another_thread(in_process: RolloutManager) -> None:
+    breaking = threading.Timer(0.1, in_process.break_off)
+    breaking.start()
+    with pytest.raises(RolloutError, match="broken off"):
+        for _ in range(100):
+            for _ in in_process.write(requests_of(160, 48)):
+                pass
+    breaking.join()
+
+
+@pytest.mark.parametrize("placement", ["colocated", "standalone"])
+def test_after_new_weights_replicas_wait_awake_or_asleep(
+    weights: ModelWeights, tiny_model: Path, placement: Any
+) -> None:
+    config = RolloutConfig(engine="hf", placement=placement, max_batch=MAX_BATCH)
+    settings = hf_settings(tiny_model, MAX_BATCH)
+    with open_replicas(config, Controller(None, 60.0, 60.0), settings, weights, TIMES) as manager:
+        worker: Any = manager.replicas[0]._group._hosts[0]._worker  # type: ignore[attr-defined]
+        manager.update_weights(1)
+        assert worker._is_awake
+        manager.update_weights(2, stays_awake=False)
+        assert worker._is_awake == (placement == "standalone")  # those have their places to themselves
+        assert versions(list(written(manager, requests_of(4)).values())) == [[2]] * 4

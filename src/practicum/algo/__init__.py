@@ -17,6 +17,7 @@ from practicum.algo.advantages import (
     rloo,
     whiten,
 )
+from practicum.algo.ages import AgeFigures, combined_ages, figures_by_age
 from practicum.algo.aggregation import AGGREGATIONS, Totals
 from practicum.algo.correction import CORRECTIONS, LEVELS, CorrectionFigures
 from practicum.algo.kl import KL_ESTIMATORS, AdaptiveKL, k1, k2, k3
@@ -33,6 +34,7 @@ __all__ = [
     "LEVELS",
     "LOSSES",
     "AdaptiveKL",
+    "AgeFigures",
     "CorrectionFigures",
     "Estimator",
     "Losses",
@@ -43,8 +45,10 @@ __all__ = [
     "cispo",
     "clipped_policy_loss",
     "clipped_value_loss",
+    "combined_ages",
     "dr_grpo",
     "explained_variance",
+    "figures_by_age",
     "gae",
     "gmpo",
     "grpo",

@@ -37,6 +37,14 @@ class RouterReplayConfig(Section):
                 f"rollout.engine={engine} does not: set it to {' or '.join(ENGINES_WITH_ROUTES)}, or the mode to R2"
             )
 
+    def check_staleness(self, staleness: int) -> None:
+        """Against the `trainer` section: by how many versions writers may run ahead."""
+        if self.replay_file is not None:
+            raise ValueError(
+                f"trainer.staleness={staleness} has writers run ahead, and with actor.router_replay.replay_file nobody "
+                "writes: leave one of them out"
+            )
+
     @model_validator(mode="after")
     def _files_and_mode(self) -> Self:
         if self.mode == "disabled" and (self.record_file or self.replay_file):

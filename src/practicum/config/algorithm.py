@@ -159,6 +159,15 @@ class AlgorithmConfig(Section):
                 f"rollout.answers_per_prompt={per_prompt} must be at least {fewest}"
             )
 
+    def check_staleness(self, staleness: int) -> None:
+        """Against the `trainer` section: by how many versions answers may be older than what learns from them."""
+        if self.correction.kind == "none":
+            raise ValueError(
+                f"trainer.staleness={staleness} has answers of older weights learnt from, and "
+                "algorithm.correction.kind=none takes them for the policy's own: set it to truncated or masked, or "
+                "trainer.staleness=0"
+            )
+
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
         for choice, tables in OPTIONS.items():

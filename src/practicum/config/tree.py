@@ -72,6 +72,9 @@ class TrainerConfig(Section):
     """auto takes the GPU where there is one."""
     threads_per_worker: int | None = Field(default=None, ge=1)
     """CPU threads of each worker. None divides the machine's cores evenly."""
+    staleness: int = Field(default=0, ge=0)
+    """How many versions of the weights the rollout may be behind, so that the batches of as many later steps are
+    written and graded while the learners learn. 0: all that a step learns from is written with its own weights."""
     seed: int = Field(default=0, ge=0)
     """Decides the order of the prompts and every sampled token."""
     run_dir: str = Field(default="runs/latest", min_length=1)
@@ -253,6 +256,9 @@ class Config(Section):
     def _cross_check(self) -> Self:
         self.actor.router_replay.check_engine(self.rollout.engine, self.rollout.enable_rollout_routing_replay)
         self.algorithm.check_answers(self.rollout.answers_per_prompt)
+        if self.trainer.staleness:
+            self.actor.router_replay.check_staleness(self.trainer.staleness)
+            self.algorithm.check_staleness(self.trainer.staleness)
         self._check_critic()
         if self.data.prompts_per_step % self.actor.mini_batches:
             raise ValueError(

@@ -89,6 +89,7 @@ class MicroBatch:
     sequences: NDArray[np.int64]  # [learnt] the index of its sample
     rollout_log_probs: NDArray[np.float32]  # [learnt]
     advantages: NDArray[np.float32]  # [learnt]
+    ages: NDArray[np.int32]  # [learnt]
     reference_log_probs: NDArray[np.float32] | None = None  # [learnt]; where samples have them, as the next two
     values: NDArray[np.float32] | None = None
     returns: NDArray[np.float32] | None = None
@@ -148,6 +149,7 @@ def pack(samples: Sequence[TrainingSample], share_rows: bool = True, pad_id: int
         sequences=np.repeat(np.arange(len(samples)), [len(at) for at in learnt]),
         rollout_log_probs=per_token((s.sample.log_probs for s in samples), np.float32),
         advantages=per_token((s.advantages for s in samples), np.float32),
+        ages=per_token((s.ages for s in samples), np.int32),
         reference_log_probs=told([s.reference_log_probs for s in samples]),
         values=told([s.values for s in samples]),
         returns=told([s.returns for s in samples]),

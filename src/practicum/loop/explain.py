@@ -28,6 +28,7 @@ def explanation(config: Config) -> str:
         ("reward", str(trainer.rubric)),
         *([("adapters", _adapters(config))] if config.actor.lora is not None else []),
         *([("router replay", _replay(config))] if config.actor.router_replay.mode != "disabled" else []),
+        *([("overlap", _overlap(config))] if config.trainer.staleness else []),
         ("batch algebra", config.batch_algebra().replace("; ", "\n")),
         ("memory per worker (estimate)", _memory(config)),
     ]
@@ -87,6 +88,16 @@ def _writers(config: Config, device: str) -> list[str]:
     if rollout.placement == "standalone":
         where = "on places of their own beside the pool"
     return [f"writers:  {num} x {rollout.engine} engine{each}, {where}; weights come by a channel"]
+
+
+def _overlap(config: Config) -> str:
+    k, kind, placement = config.trainer.staleness, config.algorithm.correction.kind, config.rollout.placement
+    turns = f"{placement} writers take turns with the learners, and grading goes on meanwhile"
+    how = "writing, grading and learning go on at once" if placement == "standalone" else turns
+    return (
+        f"the batches of {k} later step{'s' if k > 1 else ''} are made while a step learns: {how}\n"
+        f"no token is older than {k} update{'s' if k > 1 else ''}; importance weights are {kind}"
+    )
 
 
 def _models(config: Config) -> list[str]:

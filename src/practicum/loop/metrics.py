@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from practicum.replay import ReplayStats
 from practicum.train import CriticStats, UpdateStats
-from practicum.types import Sample, Score
+from practicum.types import Sample, Score, TrainingSample
 
 PHASE_SHARE = "time/share/"  # what follows is the name of a phase
 
@@ -49,6 +49,8 @@ class Stopwatch:
     def __init__(self) -> None:
         self._start = time.perf_counter()
         self.seconds: dict[str, float] = {}
+        self.besides: dict[str, float] = {}
+        """Figures of what went on beside the step, by their names as metrics."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -56,7 +58,10 @@ class Stopwatch:
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def metrics(self, num_tokens: int) -> dict[str, float]:
         """Of a step that ends now: each phase and the rest, in seconds and as shares of the whole."""
@@ -68,6 +73,7 @@ class Stopwatch:
             **{f"{PHASE_SHARE}{name}": seconds / total for name, seconds in phases.items()},
             "time/step_s": total,
             "time/tokens_per_s": num_tokens / total,
+            **self.besides,
         }
 
 
@@ -86,6 +92,12 @@ def rollout_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> dict[
         "rollout/answer_tokens": float(np.mean(lengths)),
         "rollout/cut_off_share": float(np.mean([sample.finish_reason == "length" for sample in samples])),
     }
+
+
+def age_metrics(batch: Iterable[TrainingSample | None]) -> dict[str, float]:
+    """Of the samples that are learnt from: by how many updates the weights of a sample's oldest token are older."""
+    ages = [int(own.max()) for item in batch if item and len(own := item.ages[item.sample.loss_mask])]
+    return {"age/mean": float(np.mean(ages)), "age/max": float(max(ages))} if ages else {}
 
 
 def conversation_metrics(counts: Mapping[str, int]) -> dict[str, float]:
@@ -122,6 +134,13 @@ def update_metrics(stats: UpdateStats) -> dict[str, float]:
     found = {} if stats.replay is None else replay_metrics(stats.replay)
     if stats.reference_kl is not None:
         found["actor/reference_kl"] = stats.reference_kl / num_tokens
+    for age, figures in stats.ages.items():
+        found |= {
+            f"age/share_{age}": figures.num_tokens / num_tokens,
+            f"age/kl_{age}": figures.kl / figures.num_tokens,
+            f"age/mean_weight_{age}": figures.weights.mean_weight,
+            f"age/max_weight_{age}": figures.weights.max_weight,
+        }
     if stats.correction is not None:
         found |= {
             "correction/cut_share": stats.correction.cut_share,

@@ -42,6 +42,7 @@ class RunState:
     step: int
     data_position: int
     kl_coefficient: float | None = None  # as it stands, where it is adapted
+    data_again: tuple[int, ...] = ()  # what before that position was asked ahead, and was not learnt from yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,8 @@ class RunFolder:
         if not folders:
             return None
         try:
-            state = RunState(**json.loads((folders[-1] / "state.json").read_text()))
+            told = json.loads((folders[-1] / "state.json").read_text())
+            state = RunState(**{**told, "data_again": tuple(told.get("data_again", ()))})
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(
                 f"checkpoint {folders[-1]} has no usable state.json ({error}): delete that folder to go on from an "

@@ -3,22 +3,21 @@
     prompts ─▶ rollout ─▶ reward ─▶ a look by frozen models ─▶ advantages ─▶ update ─▶ weights, version + 1
                  samples     scores     reference, critic            on the driver   all ranks together
 
-Answers are graded as they are written; every other stage waits for all of the one before it. Who writes them is the
-rollout manager's matter: the learners' own processes (hybrid placement), others on the same places, or on places of
-their own. Reward workers and replicas of a reward model share the pool in processes of their own.
+Answers are graded as they are written; every other stage waits for all of the one before it. Where `trainer.staleness`
+allows it the batches of the next steps are written and graded meanwhile, see overlap.py. Who writes them is the rollout
+manager's matter: the learners' own processes (hybrid placement), others on the same places, or on places of their own.
+Reward workers and replicas of a reward model share the pool in processes of their own.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from practicum.config import Config
 from practicum.controller import open_controller
@@ -26,27 +25,27 @@ from practicum.data import ShuffledStream, read_prompts
 from practicum.errors import ConfigError, DataError, ModelError
 from practicum.loop.advantages import graded_batch, share_with_signal, with_advantages
 from practicum.loop.learners import Learners
-from practicum.loop.metrics import StepReport, Stopwatch, conversation_metrics, rollout_metrics
+from practicum.loop.metrics import StepReport, Stopwatch, age_metrics, conversation_metrics, rollout_metrics
+from practicum.loop.overlap import Buffer, Turns
+from practicum.loop.practising import EncodedPrompt, Practised, Practising, Prompts
 from practicum.loop.recordings import check_going_on, check_recordings
-from practicum.loop.resampling import Practice, num_renewed
+from practicum.loop.resampling import num_renewed
 from practicum.loop.run_folder import RunFolder, RunState
 from practicum.loop.trackers import check_trackers, open_trackers
 from practicum.loop.validation import check_keep_best, validation_metrics
 from practicum.loop.writers import check_lora, check_writers, open_actors, open_learners
 from practicum.models import absolute, encode_prompts, load_config, load_tokenizer
 from practicum.replay import Recording
-from practicum.reward import GradingRound, Progress, check_reward, open_reward_centre
+from practicum.reward import Progress, check_reward, open_reward_centre
 from practicum.rollout.agent.tools import describe_tools
-from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams, TrainingSample
+from practicum.types import TrainingSample
 
-EncodedPrompt = tuple[Prompt, NDArray[np.int32]]
 _log = logging.getLogger("practicum")
 _SHOWN_ANSWERS = 8
 _NUM_GROUPS = (
     3  # that may share the pool: learners, graders, replicas of a reward model; other colocated ones come on top
 )
 _PROGRESS_EVERY_S = 10.0
-_TRAINING, _VALIDATION, _BASELINES = range(3)  # streams of random numbers
 
 
 class Trainer:
@@ -59,7 +58,7 @@ class Trainer:
         what would keep the rollout from starting is an error now."""
         self.config = config
         self._notify = notify
-        self._said_at_s = 0.0
+        self._said_at_s = -_PROGRESS_EVERY_S
         self.rubric = check_reward(config.reward)
         _check_models(config, load_config(config.model.path))
         tokenizer = load_tokenizer(config.model.path)
@@ -108,7 +107,10 @@ class Trainer:
                 for tracker in trackers:
                     tracker.log(0, before)
             self._learners.begin_at(first)
-            step = self._step if self._repeats is None else self._repeated_step
+            step = self._repeated_step
+            if self._repeats is None:
+                step = self._step
+                self._batches.begin_at(first)
             for number in range(first, self.config.trainer.steps + 1):
                 report = StepReport(number, self.config.trainer.steps, step(number))
                 for tracker in trackers:
@@ -119,38 +121,34 @@ class Trainer:
 
     def _step(self, number: int) -> dict[str, float]:
         watch = Stopwatch()
-        first = practice = self._practise(self.config.data.prompts_per_step, number, 0, watch)
-        written = [*first.samples]
-        for attempt in range(1, self.config.algorithm.resampling_rounds + 1):
-            if stale := practice.stale():
-                more = self._practise(len(stale), number, attempt, watch)
-                practice = practice.renewed(more)
-                written += more.samples
-        prompts, samples, graded = practice.prompts, practice.samples, practice.graded
-        groups = np.arange(len(samples)) // practice.per_prompt
-        with watch.phase("rollout"):
-            baselines = self._baselines(prompts, number)
+        made = self._batches.take(number, watch)
+        samples, graded, groups = made.practice.samples, made.practice.graded, made.groups
         batch = graded_batch(number, samples, graded)
-        with watch.phase("looking"):
-            batch = self._learners.look(batch, groups)
-        batch = with_advantages(batch, groups, self.config.algorithm, self._learners.kl_coefficient, baselines)
-        with watch.phase("update"):
-            learnt = self._learners.learn(number, batch, groups)
-        with watch.phase("weights"):
-            self._rollout.update_weights(number)
+        with self._turns.learning(watch):
+            with watch.phase("looking"):
+                batch = self._learners.look(batch, groups)
+            coefficient = self._learners.kl_coefficient
+            batch = with_advantages(batch, groups, self.config.algorithm, coefficient, made.baselines)
+            with watch.phase("update"):
+                learnt = self._learners.learn(number, batch, groups)
+            with watch.phase("weights"):
+                # Whose turn comes next is not known where batches are made ahead.
+                self._rollout.update_weights(number, stays_awake=not self.config.trainer.staleness)
+        self._batches.published(number)
         if number % self.config.trainer.log_answers_every == 0 or number == 1:
             shown = slice(None, None, max(1, len(samples) // _SHOWN_ANSWERS))  # of different prompts
             self._folder.write_answers(number, samples[shown], graded.scores[shown])
-        # Of the prompts as they came: those that took their places were chosen.
-        metrics = rollout_metrics(first.samples, first.graded.scores) | learnt | graded.report.metrics()
+        metrics = rollout_metrics(made.first.samples, made.first.graded.scores) | learnt | graded.report.metrics()
         metrics |= {"reward/groups_with_signal": share_with_signal(batch, groups)}
+        if self.config.trainer.staleness:
+            metrics |= age_metrics(batch)
         if self.config.algorithm.resampling_rounds:
-            metrics |= {"rollout/renewed_prompts": float(num_renewed(first.prompts, prompts))}
+            metrics |= {"rollout/renewed_prompts": float(num_renewed(made.first.prompts, made.practice.prompts))}
         if self._rollout.num_restarts:  # not the same in a run that was resumed, so it stands beside the times
             metrics |= {"time/replica_restarts": float(self._rollout.num_restarts)}
         if self.config.rollout.agent.is_set:
-            metrics |= conversation_metrics(self._rollout.take_counts())
-        metrics |= watch.metrics(sum(int(sample.loss_mask.sum()) for sample in written))
+            metrics |= conversation_metrics(made.counts)
+        metrics |= watch.metrics(made.num_tokens)
         if self._validation_prompts and self._due(number, self.config.validation.every):
             metrics |= self._validate(number, watch)
         return metrics
@@ -171,78 +169,35 @@ class Trainer:
         metrics |= {"reward/groups_with_signal": share_with_signal(batch, groups)}
         return metrics | watch.metrics(sum(int(sample.loss_mask.sum()) for sample in samples))
 
-    def _practise(self, num_prompts: int, number: int, attempt: int, watch: Stopwatch) -> Practice[EncodedPrompt]:
-        """The next prompts, answered and graded."""
-        prompts = self._stream.take(num_prompts)
-        groups = np.repeat(np.arange(num_prompts), self.config.rollout.answers_per_prompt)
-        with self._reward.round() as grading:
-            with watch.phase("rollout"):
-                requests = self._requests(prompts, self.config.rollout.sampling, _TRAINING, number, attempt)
-                samples, order = self._written(requests, grading)
-            with watch.phase("reward"):
-                graded = grading.result(groups[order].tolist()).in_places(order)
-        return Practice(prompts, samples, graded)
-
-    def _written(self, requests: Sequence[RolloutRequest], grading: GradingRound) -> tuple[list[Sample], list[int]]:
-        """The answers to all requests in their order; and their places in the order in which they were finished and
-        handed over for grading."""
-        ends = list(itertools.accumulate(request.params.num_answers for request in requests))
-        samples: dict[int, Sample] = {}
-        with closing(self._rollout.write(requests)) as writing:
-            for answers in writing:
-                grading.add([answer.sample for answer in answers])
-                samples |= {
-                    ends[answer.request] - requests[answer.request].params.num_answers + answer.number: answer.sample
-                    for answer in answers
-                }
-        assert len(samples) == ends[-1]
-        return [samples[place] for place in range(len(samples))], list(samples)
-
-    def _baselines(self, prompts: Sequence[EncodedPrompt], number: int) -> list[float | None] | None:
-        """The reward of a greedy answer to each prompt, None where it could not be graded; where one is wanted."""
-        if self.config.algorithm.advantage != "remax":
-            return None
-        params = replace(self.config.rollout.sampling, temperature=0.0, num_answers=1)
-        with self._reward.round() as grading:
-            _, order = self._written(self._requests(prompts, params, _BASELINES, number), grading)
-            return [score.value for score in grading.result().in_places(order).scores]
-
     def _validate(self, number: int, watch: Stopwatch) -> dict[str, float]:
         params = self.config.validation_sampling
         with watch.phase("validation"):
-            requests = self._requests(self._validation_prompts, params, _VALIDATION, 0)
-            with self._reward.round() as grading:
-                samples, order = self._written(requests, grading)
-                scores = grading.result().in_places(order).scores
-        if self.config.rollout.agent.is_set:
-            self._rollout.take_counts()  # a step's are those of its training alone
+            samples, scores = self._practising.answered(self._validation_prompts, params)
         right_above = self.config.validation.right_above
         shown = slice(None, None, params.num_answers)  # the first answer to each prompt
         self._folder.write_validation(number, samples[shown], scores[shown], right_above)
         metrics = validation_metrics(samples, scores, params.num_answers, right_above)
         return metrics | {"time/validation_s": watch.seconds["validation"]}
 
-    def _requests(
-        self, prompts: Sequence[EncodedPrompt], params: SamplingParams, stream: int, step: int, attempt: int = 0
-    ) -> list[RolloutRequest]:
-        entropy = [self.config.trainer.seed, stream, step, *([attempt] if attempt else [])]
-        seeds = np.random.SeedSequence(entropy).generate_state(len(prompts), np.uint64)
-        return [
-            RolloutRequest(prompt, ids, params, int(seed)) for (prompt, ids), seed in zip(prompts, seeds, strict=True)
-        ]
-
     def _due(self, number: int, every: int) -> bool:
         return number == self.config.trainer.steps or (every > 0 and number % every == 0)
 
     def _checkpoint(self, number: int, metrics: Mapping[str, float]) -> None:
-        state = RunState(number, self._stream.position, self._learners.kl_coefficient)
-        self._folder.save_checkpoint(state, self._learners.save, metrics)
+        position, again = self._prompts.after(number)
+        state = RunState(number, position, self._learners.kl_coefficient, again)
+        with self._turns.learning(Stopwatch()):
+            self._folder.save_checkpoint(state, self._learners.save, metrics)
 
     def _start(self, stack: ExitStack, folder: RunFolder) -> None:
         config, resumed = self.config, folder.checkpoint
         self._folder = folder
-        self._stream = ShuffledStream(
-            self._train_prompts, seed=config.trainer.seed, position=resumed.state.data_position if resumed else 0
+        self._prompts = Prompts(
+            ShuffledStream(
+                self._train_prompts,
+                seed=config.trainer.seed,
+                position=resumed.state.data_position if resumed else 0,
+                again=resumed.state.data_again if resumed else (),
+            )
         )
         controller = stack.enter_context(
             open_controller(
@@ -270,17 +225,29 @@ class Trainer:
         if resumed:
             self._learners.load(resumed.folder, resumed.state.kl_coefficient)
         if self._repeats is not None:
+            self._turns = Turns(config, models_sleep=False)
             return
-        self._reward = stack.enter_context(
-            open_reward_centre(config.reward, controller, on_progress=self._say_progress)
+        staleness = config.trainer.staleness
+        centre = open_reward_centre(
+            config.reward, controller, side_by_side=staleness > 0, on_progress=self._say_progress
         )
+        reward = stack.enter_context(centre)
+        self._turns = Turns(config, models_sleep=reward.models_sleep)
+        self._practising = Practising(config, self._prompts, self._rollout, reward, self._turns)
+        self._batches: Buffer[Practised] = Buffer(
+            self._practising.begin,
+            staleness=staleness,
+            last=config.trainer.steps,
+            break_off=self._practising.break_off,
+        )
+        stack.callback(self._batches.close)  # before anything that its threads use
         self._rollout.update_weights(resumed.state.step if resumed else 0)
 
     def _say_progress(self, progress: Progress) -> None:
-        if progress.seconds < self._said_at_s:  # of the round before
-            self._said_at_s = 0.0
-        if progress.seconds - self._said_at_s >= _PROGRESS_EVERY_S:
-            self._said_at_s = progress.seconds
+        """Of any of the rounds that are open."""
+        now = time.monotonic()
+        if progress.seconds >= _PROGRESS_EVERY_S <= now - self._said_at_s:
+            self._said_at_s = now
             self._notify(str(progress))
 
     def _read(self, path: str, tokenizer: object) -> list[EncodedPrompt]:

@@ -185,6 +185,7 @@ def actor_settings(config: Config, model_path: str, device: str) -> ActorSetting
         objective=_objective(config.algorithm),
         reference_path=reference_path(config),
         replay=_replay_settings(config),
+        tells_ages=config.trainer.staleness > 0,
         **_common(config, device),
     )
 

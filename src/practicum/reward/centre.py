@@ -49,6 +49,7 @@ def open_reward_centre(
     config: RewardConfig,
     controller: Controller,
     *,
+    side_by_side: bool = False,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Iterator[RewardLoopManager]:
     """A manager with its workers on the controller's pool, and all that they need; it ends with the block."""
@@ -90,6 +91,7 @@ def open_reward_centre(
         yield RewardLoopManager(
             workers,
             GradingPolicy(config.retries, config.on_failure, config.max_failure_share),
+            side_by_side=side_by_side,
             models=models,
             asks_models=rubric.asks_model,
             on_progress=on_progress,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from practicum.reward.worker import Handout, RewardLoopWorker, Stack
 from practicum.types import Prompt, Sample, Score
 
 _LOOK_EVERY_S = 1.0
+_LOOK_OFTEN_S = 0.05  # so long a worker that waits for one round's scores does not hear of another's samples
 _ANSWER_S = 60.0  # a worker that takes longer to say how far it is hangs
 _MOST_RESTARTS = 2
 _PIECES_PER_WORKER = 8
@@ -49,41 +51,74 @@ class GradingPolicy:
     """A larger share of them is an error."""
 
 
+class GradingCrew:
+    """The workers, as rounds that are open side by side share them."""
+
+    def __init__(self, workers: WorkerGroup[RewardLoopWorker], look_every_s: float = _LOOK_EVERY_S) -> None:
+        self.workers = workers.with_timeout(look_every_s + _ANSWER_S)
+        self.look_every_s = look_every_s
+        self.costs = ExpectedCosts()
+        self.life = 0
+        """Of the workers: how often they have been started again."""
+        self.is_over = False
+        self._turn = threading.Lock()
+
+    def bring_back(self, life: int) -> bool:
+        """Start the workers again, unless another round has done so since `life`."""
+        with self._turn:
+            self.check()
+            is_mine = life == self.life
+            if is_mine:
+                self.workers.restart()
+                self.life += 1
+            return is_mine
+
+    def check(self) -> None:
+        if self.is_over:
+            raise RewardError("grading was broken off.")
+
+
 class RewardLoopManager:
     def __init__(
         self,
         workers: WorkerGroup[RewardLoopWorker],
         policy: GradingPolicy | None = None,
         *,
+        side_by_side: bool = False,
         models: RewardModelManager | None = None,
         asks_models: Callable[[Prompt], bool] = lambda prompt: True,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
-        """`models` are awake while answers are graded to prompts for which `asks_models` is true.
-
-        `on_progress` is told once a second how far a round is.
+        """`side_by_side`: rounds are open at the same time, in several threads. `models` are awake while answers are
+        graded to prompts for which `asks_models` is true. `on_progress` is told once a second how far a round is.
         """
-        self._workers = workers
+        self._crew = GradingCrew(workers, _LOOK_OFTEN_S if side_by_side else _LOOK_EVERY_S)
         self._policy = policy or GradingPolicy()
         self._models = models
         self._asks_models = asks_models
         self._on_progress = on_progress
-        self._costs = ExpectedCosts()
         self._numbers = itertools.count()
+
+    @property
+    def models_sleep(self) -> bool:
+        """Whether there are models that use the places of others while they grade."""
+        return self._models is not None and self._models.sleeps
+
+    def break_off(self) -> None:
+        """From any thread: rounds that are open raise a RewardError soon, and no worker is started again."""
+        self._crew.is_over = True
 
     def grade(self, samples: Sequence[Sample], groups: Sequence[int] | None = None) -> GradedBatch:
         """All scores, in the order of the samples. `groups` says which samples answer the same prompt."""
         with self.round() as grading:
-            grading.add(samples, wait_s=_LOOK_EVERY_S)
+            grading.add(samples, wait_s=self._crew.look_every_s)
             return grading.result(groups)
 
     @contextmanager
     def round(self) -> Iterator[GradingRound]:
         """For samples that come over time. What is not graded when the block is left is abandoned."""
         with ExitStack() as awake:
-            grading = GradingRound(
-                next(self._numbers), self._workers, self._policy, self._costs, on_progress=self._on_progress
-            )
+            grading = GradingRound(next(self._numbers), self._crew, self._policy, on_progress=self._on_progress)
             if self._models is not None:
                 grading.held_for(self._models, self._asks_models, awake)
             try:
@@ -98,15 +133,16 @@ class GradingRound:
     def __init__(
         self,
         number: int,
-        workers: WorkerGroup[RewardLoopWorker],
+        crew: GradingCrew,
         policy: GradingPolicy,
-        costs: ExpectedCosts,
         on_progress: Callable[[Progress], None],
     ) -> None:
         self._number = number
-        self._workers = workers.with_timeout(_LOOK_EVERY_S + _ANSWER_S)
+        self._crew = crew
+        self._life = crew.life
+        self._workers = crew.workers
         self._policy = policy
-        self._costs = costs
+        self._costs = crew.costs
         self._on_progress = on_progress
         self._samples: list[Sample] = []
         self._graded: list[Graded | None] = []
@@ -151,7 +187,7 @@ class GradingRound:
         if self._held:
             self._wake()
             held, self._held = self._held, []
-            self._send(held, _LOOK_EVERY_S)
+            self._send(held, self._crew.look_every_s)
         self._gather()
         graded = [one for one in self._graded if one is not None]
         assert len(graded) == len(self._samples)
@@ -162,9 +198,10 @@ class GradingRound:
         """Stop what is left. Does nothing after `result`."""
         if self._num_done < len(self._samples) - len(self._held):
             try:
-                self._workers.execute_all(RewardLoopWorker.abandon)
+                self._workers.execute_all(RewardLoopWorker.abandon, self._number)
             except (WorkerDied, DeadlineError):
-                self._workers.restart()
+                if not self._crew.is_over:
+                    self._crew.bring_back(self._life)
 
     def _send(self, places: Sequence[int], wait_s: float = 0.0) -> None:
         if not places:
@@ -219,10 +256,13 @@ class GradingRound:
     def _gather(self) -> None:
         told_at = time.monotonic()
         while self._num_done < len(self._samples):
+            self._crew.check()
             try:
                 if not self._unheard:
                     self._unheard = [
-                        self._workers.execute_rank_async(rank, RewardLoopWorker.collect, _LOOK_EVERY_S)
+                        self._workers.execute_rank_async(
+                            rank, RewardLoopWorker.collect, self._number, self._crew.look_every_s
+                        )
                         for rank, num in enumerate(self._num_open)
                         if num
                     ]
@@ -271,7 +311,10 @@ class GradingRound:
                 self._settle(place, Graded(Score.failed("infra_error", reason)))
             return
         self._num_restarts += 1
-        self._workers.restart()
+        is_mine = self._crew.bring_back(self._life)
+        self._life = self._crew.life
+        if not is_mine:
+            self.abandon()  # what has been sent to those whom another round has started
         self._send(left)
 
     def _progress(self) -> Progress:

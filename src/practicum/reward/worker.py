@@ -11,7 +11,7 @@ import traceback
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import uvloop
@@ -75,75 +75,83 @@ def _handed_out(rows: list[tuple[Any, ...]], num_left: int) -> Handout:
     return Handout([(place, Graded(Score(*score), *took)) for place, score, took in rows], num_left)
 
 
+@dataclass(slots=True)
+class _Round:
+    """What a worker has of a round that is open."""
+
+    num_left: int = 0
+    graded: list[tuple[int, Graded]] = field(default_factory=list)  # not handed out yet
+    unread: deque[tuple[int, Sample]] = field(default_factory=deque)  # to be graded by rule
+
+
 class RewardLoopWorker(Worker):
     """Grades by rule itself; hands what may hang to processes that can be killed, and asks models over HTTP.
 
-    One round at a time: a stack of another round puts what is left of the last one aside.
+    Several rounds may be open at a time. They share what grades; their samples and scores are kept apart.
     """
 
     def __init__(self, settings: HallSettings) -> None:
         self._settings = settings
-        self._round = -1
-        self._graded: list[tuple[int, Graded]] = []
-        self._unread: deque[tuple[int, Sample]] = deque()  # to be graded by rule
-        self._unbegun: deque[tuple[int, Sample]] = deque()  # for the hall
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._rounds: dict[int, _Round] = {}  # with samples that are not handed out, by number
+        self._unbegun: deque[tuple[int, int, Sample]] = deque()  # for the hall, each with its round and place
+        self._tasks: dict[asyncio.Task[None], int] = {}  # and the round each is of
         self._news = threading.Condition()
-        self._num_left = 0
         self._hall: GradingHall | None = None
         if not settings.rubric.is_by_rule or settings.cache_folder is not None:
             self._start_hall()
 
     def grade(self, stack: Stack, wait_s: float) -> Handout:
-        """Begin with a stack, and hand out what is finished within `wait_s`."""
-        if stack.round != self._round:
-            self.abandon()
-            self._round = stack.round
+        """Begin with a stack, and hand out what is finished of its round within `wait_s`."""
         with self._news:
-            self._num_left += len(stack.samples)
+            own = self._rounds.setdefault(stack.round, _Round())
+            own.num_left += len(stack.samples)
         if self._hall is None:
-            self._unread.extend(zip(stack.places, stack.samples, strict=True))
+            own.unread.extend(zip(stack.places, stack.samples, strict=True))
         else:
             self._loop.call_soon_threadsafe(self._begin, stack)
-        return self.collect(wait_s)
+        return self.collect(stack.round, wait_s)
 
-    def collect(self, wait_s: float) -> Handout:
-        """What has been finished since the last time; waits up to `wait_s` for all of it, or for a good part."""
+    def collect(self, number: int, wait_s: float) -> Handout:
+        """What has been finished of a round since the last time; waits up to `wait_s` for all of it, or for a good
+        part."""
+        own = self._rounds.get(number)
+        if own is None:
+            return Handout([], 0)
         if self._hall is None:
-            self._grade_by_rule(max(wait_s, _RULES_S))
+            self._grade_by_rule(own, max(wait_s, _RULES_S))
             wait_s = 0.0
         with self._news:
-            self._news.wait_for(lambda: self._num_left == 0 or len(self._graded) >= _HANDFUL, wait_s)
-            graded, self._graded = self._graded, []
-            return Handout(graded, self._num_left)
+            self._news.wait_for(lambda: own.num_left == 0 or len(own.graded) >= _HANDFUL, wait_s)
+            graded, own.graded = own.graded, []
+            if own.num_left == 0:
+                del self._rounds[number]
+            return Handout(graded, own.num_left)
 
-    def abandon(self) -> None:
-        """Stop what is left of the round; its scores are not wanted any more."""
-        self._round = -1
-        if self._hall is not None:
-            self._run(self._cancel_all())
-        self._unread.clear()
+    def abandon(self, number: int) -> None:
+        """Stop what is left of a round; its scores are not wanted any more."""
         with self._news:
-            self._graded, self._num_left = [], 0
+            self._rounds.pop(number, None)
+        if self._hall is not None:
+            self._run(self._cancel(number))
 
     def close(self) -> None:
         if self._hall is not None:
             hall, self._hall = self._hall, None
-            self._run(self._cancel_all())
+            self._run(self._cancel())
             self._run(hall.close())
             self._end_loop()
 
-    def _grade_by_rule(self, seconds: float) -> None:
+    def _grade_by_rule(self, own: _Round, seconds: float) -> None:
         """Here and now, but no longer than that: whoever asks wants to hear how far it is."""
         now = time.monotonic()
         deadline = now + seconds
-        while self._unread and now < deadline:
-            place, sample = self._unread.popleft()
+        while own.unread and now < deadline:
+            place, sample = own.unread.popleft()
             start = now
             score = self._settings.rubric.grade_by_rule(sample)
             now = time.monotonic()
-            self._graded.append((place, Graded(score, ran_s=now - start)))
-            self._num_left -= 1
+            own.graded.append((place, Graded(score, ran_s=now - start)))
+            own.num_left -= 1
 
     def _start_hall(self) -> None:
         self._loop = uvloop.new_event_loop()
@@ -172,8 +180,10 @@ class RewardLoopWorker(Worker):
     # In the hall's loop
 
     def _begin(self, stack: Stack) -> None:
-        if stack.round == self._round:  # else it was abandoned
-            self._unbegun.extend(zip(stack.places, stack.samples, strict=True))
+        if stack.round in self._rounds:  # else it was abandoned
+            self._unbegun.extend(
+                (stack.round, place, sample) for place, sample in zip(stack.places, stack.samples, strict=True)
+            )
             self._go_on()
 
     def _go_on(self) -> None:
@@ -186,19 +196,19 @@ class RewardLoopWorker(Worker):
         if not self._hall.takes_lists:
             num = min(num, _AT_A_TIME, self._hall.most_at_once - len(self._tasks))
         for _ in range(num):
-            place, sample = self._unbegun.popleft()
-            task = self._loop.create_task(self._grade_one(self._round, place, sample))
-            self._tasks.add(task)
+            number, place, sample = self._unbegun.popleft()
+            task = self._loop.create_task(self._grade_one(number, place, sample))
+            self._tasks[task] = number
             task.add_done_callback(self._one_done)
         if self._unbegun and num == _AT_A_TIME:
             self._loop.call_soon(self._go_on)
 
     def _one_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        del self._tasks[task]
         if self._unbegun:
             self._go_on()
 
-    async def _grade_one(self, round_number: int, place: int, sample: Sample) -> None:
+    async def _grade_one(self, number: int, place: int, sample: Sample) -> None:
         assert self._hall is not None
         try:
             graded = await self._hall.grade(sample)
@@ -206,15 +216,17 @@ class RewardLoopWorker(Worker):
             reason = "".join(traceback.format_exception(error)[-3:])
             graded = Graded(Score.failed("infra_error", f"the reward worker failed: {reason}"))
         with self._news:
-            if round_number == self._round:
-                self._graded.append((place, graded))
-                self._num_left -= 1
-                if self._num_left == 0 or len(self._graded) == _HANDFUL:
+            own = self._rounds.get(number)
+            if own is not None:
+                own.graded.append((place, graded))
+                own.num_left -= 1
+                if own.num_left == 0 or len(own.graded) == _HANDFUL:
                     self._news.notify_all()
 
-    async def _cancel_all(self) -> None:
-        self._unbegun.clear()
-        tasks = list(self._tasks)
+    async def _cancel(self, number: int | None = None) -> None:
+        """What is left of a round, or of all."""
+        self._unbegun = deque(one for one in self._unbegun if number is not None and one[0] != number)
+        tasks = [task for task, of in self._tasks.items() if number is None or of == number]
         for task in tasks:
             task.cancel()
         if tasks:

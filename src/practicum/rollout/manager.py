@@ -57,6 +57,7 @@ class RolloutManager:
         self._is_writing = False
         self._is_updating = False
         self._is_closed = False
+        self._is_over = False
         self._num_tries = dict.fromkeys((replica.number for replica in self.replicas), 0)
         self._returning: dict[int, Future[None]] = {}
         self._late: set[int] = set()  # started again when the trainer had learnt on: they wait for the next weights
@@ -89,11 +90,12 @@ class RolloutManager:
         finally:
             self._is_writing = False
 
-    def update_weights(self, version: int) -> None:
+    def update_weights(self, version: int, *, stays_awake: bool = True) -> None:
         """Have all replicas write with the trainer's weights of now, under this version.
 
         May be called while they write: answers under way are finished with the old weights first, or, with partial
-        rollout, broken off and gone on with under the new ones.
+        rollout, broken off and gone on with under the new ones. Unless they are to stay awake for a round that comes
+        next, those that sleep between rounds do so again.
         """
         with self._updates, self._pause():
             self._wait_for_returning()
@@ -113,6 +115,14 @@ class RolloutManager:
         if not self.well():
             self._wait_for_returning()
             self._check_hope()
+        if not stays_awake and not self._is_writing:
+            self._put_all_to_sleep()
+
+    def break_off(self) -> None:
+        """From any thread: whoever is writing gets a RolloutError soon, and what is left is broken off."""
+        with self._news:
+            self._is_over = True
+            self._news.notify_all()
 
     def take_counts(self) -> Counter[str]:
         """Conversations, turns, and calls of tools by what came of them, since the last time. Not while they write."""
@@ -148,6 +158,8 @@ class RolloutManager:
     @contextmanager
     def calling(self) -> Iterator[bool]:
         with self._news:  # calls that are made now reach the workers before those for new weights
+            if self._is_over:
+                raise RolloutError("writing was broken off.")
             yield not self._is_updating
 
     def wait(self, seconds: float) -> None:
@@ -278,7 +290,8 @@ class RolloutManager:
 
     def _check_hope(self) -> None:
         with self._news:
-            if self._returning or any(not replica.problem for replica in self.replicas):
+            # New weights, for which late ones wait, are on their way: they are late because the trainer learns.
+            if self._returning or self._late or any(not replica.problem for replica in self.replicas):
                 return
         told = "; ".join(f"{replica.name}: {replica.problem}" for replica in self.replicas)
         raise RolloutError(f"no replica can write any more. {told}")

@@ -12,7 +12,7 @@ tokens of all ranks, weighed by counts over the whole, so the gradient does not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from practicum.adapters import LoraSettings, add_adapters, load_adapters, merged_weights, without_adapters
-from practicum.algo import CorrectionFigures, Losses, Objective, Tokens, Totals, k3
+from practicum.algo import (
+    AgeFigures,
+    CorrectionFigures,
+    Losses,
+    Objective,
+    Tokens,
+    Totals,
+    combined_ages,
+    figures_by_age,
+    k3,
+)
 from practicum.controller import Worker
 from practicum.data import MicroBatch, pack
 from practicum.errors import WeightsGone
@@ -51,6 +61,7 @@ class ActorSettings(LearnerSettings):
     lora: LoraSettings | None = None  # None: all weights learn
     adapters_path: str | None = None  # to go on with, of the model at `model_path`
     replay: ReplaySettings | None = None
+    tells_ages: bool = False  # whether its figures are told by the age of tokens too
 
 
 @dataclass(slots=True)
@@ -77,6 +88,7 @@ class UpdateStats:
     grad_norm: float = 0.0  # mean over the updates, the same on all ranks
     lr: float = 0.0  # of the last update; 0 where there was none
     replay: ReplayStats | None = None
+    ages: Mapping[int, AgeFigures] = field(default_factory=dict)
 
     def add(self, tokens: Tokens, losses: Losses) -> None:
         """Those of a micro-batch."""
@@ -91,6 +103,8 @@ class UpdateStats:
         if tokens.reference_log_probs is not None and len(old):
             kl = k3(old, tokens.reference_log_probs.double()).sum().item()
             self.reference_kl = kl + (self.reference_kl or 0.0)
+        if tokens.ages is not None:
+            self.ages = combined_ages([self.ages, figures_by_age(tokens.ages, old, written)])
         if losses.correction is not None:
             before = [] if self.correction is None else [self.correction]
             self.correction = CorrectionFigures.combined([*before, losses.correction])
@@ -112,6 +126,7 @@ class UpdateStats:
             grad_norm=ranks[0].grad_norm,
             lr=ranks[0].lr,
             replay=ReplayStats.combined([stats.replay for stats in ranks if stats.replay]) if ranks[0].replay else None,
+            ages=combined_ages(stats.ages for stats in ranks),
         )
 
 
@@ -367,5 +382,6 @@ class ActorWorker(Worker):
             advantages=on_device(micro.advantages, self._device),
             sequences=on_device(micro.sequences, self._device),
             reference_log_probs=on_device(micro.reference_log_probs, self._device),
+            ages=on_device(micro.ages, self._device) if self._settings.tells_ages else None,
         )
         return tokens, self._settings.objective(tokens, totals, kl_coefficient)

@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from practicum.rollout.cuda.pages import PAGE
 from practicum.rollout.cuda.parts import starts_early
 
-PAGE = 64
 WIDTHS = (16, 32, 64, 128, 256)
 """Of heads that the kernels know."""
 _LEAST_GROUP = 16  # rows of a matrix unit's tile

@@ -28,10 +28,10 @@ from practicum.errors import RolloutError, TrainingError
 from practicum.rollout.answers import most_positions
 from practicum.rollout.continuous import ContinuousRollout
 from practicum.rollout.cuda.arena import Arena
-from practicum.rollout.cuda.attention import PAGE, block_of
+from practicum.rollout.cuda.attention import block_of
 from practicum.rollout.cuda.drawing import draw
 from practicum.rollout.cuda.graphs import StepGraphs, num_splits, rung
-from practicum.rollout.cuda.pages import PagePool, num_pages
+from practicum.rollout.cuda.pages import PAGE, PagePool, num_pages
 from practicum.rollout.cuda.slots import Beginning, Slots
 from practicum.rollout.cuda.step import LeanModel, Prompts, Rows
 from practicum.rollout.cuda.weights import ArenaWeights, copy_all

@@ -19,10 +19,10 @@ def rung(num_rows: int) -> int:
     return _RUNGS[at] if at < len(_RUNGS) else -(-num_rows // 64) * 64
 
 
-def num_splits(num_programs: int, num_pages: int, num_processors: int) -> int:
+def num_splits(num_programs: int, num_blocks: int, num_processors: int) -> int:
     """Among how many programs a head's context is shared out, so that all multiprocessors have work."""
     splits = 1
-    while splits < 32 and num_programs * splits * 2 <= num_processors * _WAVES and splits * 2 <= num_pages:
+    while splits < 32 and num_programs * splits * 2 <= num_processors * _WAVES and splits * 2 <= num_blocks:
         splits *= 2
     return splits
 

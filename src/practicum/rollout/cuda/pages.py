@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from practicum.rollout.cuda.attention import PAGE
+PAGE = 64  # tokens
 
 
 def num_pages(num_tokens: int) -> int:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from practicum.rollout.cuda.attention import PAGE, WIDTHS, attend, place
+from practicum.rollout.cuda.attention import WIDTHS, attend, place
 from practicum.rollout.cuda.experts import Router, experts, shared_expert
+from practicum.rollout.cuda.pages import PAGE
 from practicum.rollout.cuda.parts import LARGEST_WIDTH, gated, normed, product
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")

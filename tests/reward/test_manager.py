@@ -278,6 +278,39 @@ def test_workers_that_die_under_two_rounds_are_started_anew_once() -> None:
     assert group.abandoned == [0]  # nothing of it is left with the new ones, whenever it was sent to them
 
 
+class Busy(Mortal):
+    """Workers who say that they are at it; started anew they know of nothing from before, and grade what comes then."""
+
+    def execute_rank_async(self, rank: int, method: Any, *given: Any) -> GroupFuture[Any]:
+        life = self.num_restarts
+
+        def replies(deadline: float) -> list[Any]:
+            if method is RewardLoopWorker.collect:
+                return [Handout([], 0)]
+            (stack, _) = given
+            if life:
+                return [Handout([(place, Graded(Score(1.0))) for place in stack.places], 0)]
+            if stack.round == self.dies_of:
+                raise WorkerDied("rank 1 is gone", group=self.name, ranks=[1])
+            return [Handout([], len(stack.places))]
+
+        return GroupFuture([], replies, 0.0, cast(Gather, only))
+
+    dies_of = 1
+
+
+def test_a_round_that_heard_of_no_death_grades_anew_what_another_one_has_lost_for_it() -> None:
+    group = Busy(0)
+    manager = RewardLoopManager(cast(Any, group), side_by_side=True)
+    with manager.round() as first, manager.round() as second:
+        first.add(samples_of(*"ab"))
+        second.add(samples_of(*"abc"))
+        first._take(first._unheard.pop(0).result())  # they are at it, and will not be heard of again
+        assert statuses(second.result().scores) == ["ok"] * 3
+        assert statuses(first.result().scores) == ["ok"] * 2
+    assert group.num_restarts == 1
+
+
 class Recording(Mortal):
     def __init__(self) -> None:
         super().__init__(0)

@@ -29,7 +29,7 @@ from practicum.loop.metrics import Stopwatch
 
 T = TypeVar("T")
 log = logging.getLogger("practicum")
-_END_S = 60.0
+_END_S, _TELL_S = 60.0, 300.0
 _AHEAD = "time/ahead/"  # beside the step, not a part of it
 FIRST = -1
 """The rank of those who go before all batches."""
@@ -175,7 +175,9 @@ class Buffer(Generic[T]):
         batch = self._batches[number]
         num_ready = sum(one.is_done.is_set() for one in self._batches.values())
         with watch.phase("waiting"):
-            batch.is_done.wait()  # all that its thread waits for has deadlines of its own
+            while not batch.is_done.wait(_TELL_S):  # what its thread waits for has deadlines of its own
+                done = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in batch.watch.seconds.items())
+                log.warning("step %d still waits for its batch; done of it so far: %s", number, done or "nothing")
         del self._batches[number]
         if batch.error is not None:
             raise batch.error
@@ -188,6 +190,9 @@ class Buffer(Generic[T]):
         """Whatever is under way is broken off. A thread that does not end is told to the log: it ends with the
         processes it waits for."""
         self._last = 0
+        for number, batch in self._batches.items():
+            if batch.error is not None:  # often the cause of what else went wrong, and nobody takes it any more
+                log.warning("the batch of step %d had failed: %s", number, batch.error)
         running = [thread for thread in self._threads if thread.is_alive()]
         if not running:
             return

@@ -213,7 +213,7 @@ class GradingRound:
                 stacks = {rank: stack.rest(_HEAD) for rank, stack in stacks.items()}
             self._call(stacks, wait_s)
         except WorkerDied as death:
-            self._bring_back(death)
+            self._bring_back(death.message)
 
     def _call(self, stacks: Mapping[int, Stack], wait_s: float) -> None:
         for rank, stack in stacks.items():
@@ -258,6 +258,8 @@ class GradingRound:
         while self._num_done < len(self._samples):
             self._crew.check()
             try:
+                if self._life != self._crew.life:
+                    self._bring_back("another round has started the workers again")
                 if not self._unheard:
                     self._unheard = [
                         self._workers.execute_rank_async(
@@ -268,7 +270,7 @@ class GradingRound:
                     ]
                 self._take(self._unheard.pop(0).result())
             except (WorkerDied, DeadlineError) as death:
-                self._bring_back(death)
+                self._bring_back(death.message)
             if time.monotonic() - told_at >= _LOOK_EVERY_S:
                 told_at = time.monotonic()
                 self._on_progress(self._progress())
@@ -298,15 +300,15 @@ class GradingRound:
         if self._num_failed > self._policy.max_failure_share * len(self._samples):
             raise self._too_many()
 
-    def _bring_back(self, death: WorkerDied | DeadlineError) -> None:
-        """All that has no score yet is graded anew by a group that was started anew."""
+    def _bring_back(self, why: str) -> None:
+        """All that has no score yet is graded anew by a group that was started anew, by us or by another round."""
         self._unheard.clear()
         held = set(self._held)
         left = [place for place, graded in enumerate(self._graded) if graded is None and place not in held]
         self._load, self._num_open = [0.0] * self._workers.world_size, [0] * self._workers.world_size
         if self._num_restarts == _MOST_RESTARTS:
             self.abandon()  # by those that live
-            reason = f"the reward workers ended {self._num_restarts + 1} times in this round: {death.message}"
+            reason = f"the reward workers ended {self._num_restarts + 1} times in this round: {why}"
             for place in left:
                 self._settle(place, Graded(Score.failed("infra_error", reason)))
             return

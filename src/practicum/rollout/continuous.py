@@ -49,9 +49,15 @@ class ContinuousRollout(OwnModelRollout):
     def _end(self, index: int, reason: FinishReason) -> None:
         """The answer of the row with this index is done: told, and its room is free."""
 
+    @property
+    def _num_waiting_rows(self) -> int:
+        """That have begun, and have lost their room for a while."""
+        return 0
+
     def _take_in(self, inbox: Inbox) -> None:
-        is_idle = not (self._rows or self._pending)
-        room = self._max_batch - len(self._rows) - len(self._pending)
+        under_way = len(self._rows) + self._num_waiting_rows
+        is_idle = not (under_way or self._pending)
+        room = self._max_batch - under_way - len(self._pending)
         if is_idle or room > 0:
             for ticket in inbox.take(max(1, room), _WAIT_S if is_idle else 0.0):
                 self._pending.append(Pending(ticket, Ending(ticket.request.params, self.eos_ids, self._tokenizer)))

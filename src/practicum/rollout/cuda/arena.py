@@ -76,7 +76,11 @@ class Arena:
         try:
             _call("cuMemMap", address, size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
             access = _Access(self._location, _READ_WRITE)
-            _call("cuMemSetAccess", address, size, ctypes.byref(access), ctypes.c_size_t(1))
+            try:
+                _call("cuMemSetAccess", address, size, ctypes.byref(access), ctypes.c_size_t(1))
+            except BaseException:
+                _call("cuMemUnmap", address, size)
+                raise
         except BaseException:
             _call("cuMemRelease", handle)
             raise

@@ -22,6 +22,7 @@ from practicum.rollout.cuda.parts import starts_early
 
 WIDTHS = (16, 32, 64, 128, 256)
 """Of heads that the kernels know."""
+_SHARED_BYTES = 96 << 10  # of a multiprocessor: what every device has that we know
 _LEAST_GROUP = 16  # rows of a matrix unit's tile
 
 
@@ -232,11 +233,12 @@ def attend(
     parts, early = out, starts_early(query.device)
     if num_splits > 1:
         parts = torch.empty((rows, heads, num_splits, width + 2), dtype=torch.float32, device=query.device)
+    stages = max(1, min(3, _SHARED_BYTES // (2 * PAGE * width * query.element_size())))
     group = max(_LEAST_GROUP, triton.next_power_of_2(heads // kv_heads))
     _attend[(rows, kv_heads, num_splits)](
         query, pages, pages.stride(0), pages.stride(1), slots, positions, tables, tables.stride(0), out, parts, scale,
         heads, kv_heads, group, width, PAGE, block_of(rows), num_splits, window or 0,
-        "ieee" if query.dtype == torch.float32 else "tf32", early, num_warps=4, num_stages=3, launch_pdl=early,
+        "ieee" if query.dtype == torch.float32 else "tf32", early, num_warps=4, num_stages=stages, launch_pdl=early,
     )  # fmt: skip
     if num_splits > 1:
         _combine[(rows * heads,)](parts, out, width, num_splits, early, num_warps=2, launch_pdl=early)

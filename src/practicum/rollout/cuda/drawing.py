@@ -194,7 +194,7 @@ def draw(
     least = slots
     if narrows:
         least = torch.empty(rows, dtype=torch.int32, device=logits.device)
-        bits = 32 if logits.dtype == torch.float32 else 16
+        bits = 16 if logits.dtype == torch.bfloat16 else 32  # a bfloat16 is the upper half of a float32
         _narrow[(rows,)](
             logits, num, slots, temperatures, top_ks, top_ps, least, _STRETCH, bits, num_warps=8
         )  # fmt: skip

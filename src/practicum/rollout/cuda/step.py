@@ -11,6 +11,7 @@ their weights alone: hooks on them hear nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,8 @@ def unusual(config: Any) -> str:
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind not in _STILL_ROTATIONS:
         return f"its positions are rotated in the way {kind!r}"
+    if getattr(config, "mlp_bias", False):
+        return "its MLPs have biases"
     if config.hidden_act != "silu":
         return f"its MLPs use {config.hidden_act!r}"
     return ""
@@ -49,18 +52,14 @@ def unusual(config: Any) -> str:
 class Prompts:
     """New tokens of sequences, end to end. Those that go on have tokens in pages already."""
 
-    lengths: list[int]  # of the new ones
-    starts: list[int]  # how many each has already
+    lengths: Sequence[int]  # of the new ones
+    starts: Sequence[int]  # how many each has already
+    ends: Tensor  # [sequences + 1], among the new tokens
+    ends_of_all: Tensor  # [sequences + 1], among all
     slots: Tensor  # [tokens]
     positions: Tensor  # [tokens]
     tables: Tensor | None  # by slot; None: nothing is kept
     routes: Tensor | None = None  # [tokens, layers that route, k], to be written
-
-    def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where each sequence ends, [sequences + 1]: among the new tokens, and among all."""
-        new = torch.tensor([0, *self.lengths]).cumsum(0)
-        both = torch.tensor([0, *(a + b for a, b in zip(self.lengths, self.starts, strict=True))]).cumsum(0)
-        return new.to(device, torch.int32), both.to(device, torch.int32)
 
 
 @dataclass(slots=True)
@@ -123,7 +122,7 @@ class LeanModel:
 
     def logits_of_prompts(self, tokens: Tensor, prompts: Prompts, pages: Tensor | None, keep: Tensor | None) -> Tensor:
         """[kept, vocabulary] of tokens [tokens]; of all of them if none are named."""
-        attention = _Reading(prompts, tokens.device, _FLASH_TYPES)
+        attention = _Reading(prompts)
         hidden = self._body(
             tokens, prompts.positions, prompts.slots, prompts.tables, pages, attention, prompts.routes
         )  # fmt: skip
@@ -216,10 +215,8 @@ def _to_norm(hidden: Tensor, more: Tensor | None, norm: Any) -> tuple[Tensor, tu
 class _Reading:
     """Attention of new sequences, laid end to end."""
 
-    def __init__(self, prompts: Prompts, device: torch.device, flash_types: tuple[torch.dtype, ...]) -> None:
+    def __init__(self, prompts: Prompts) -> None:
         self._prompts = prompts
-        self._flash_types = flash_types
-        self._new, self._all = prompts.ends(device)
         self._longest_new = max(prompts.lengths)
         self._longest = max(a + b for a, b in zip(prompts.lengths, prompts.starts, strict=True))
 
@@ -229,11 +226,12 @@ class _Reading:
             assert pages is not None
             key, value = self._with_earlier(key, value, pages)
         scaling, window = layer.attention.scaling, layer.window
-        if query.dtype not in self._flash_types:
+        if query.dtype not in _FLASH_TYPES:
             spans = list(zip(self._prompts.lengths, self._prompts.starts, strict=True))
             return _plain(query, key, value, spans, window, scaling)
         out: Tensor = torch.ops.aten._flash_attention_forward(
-            query, key, value, self._new, self._all, self._longest_new, self._longest, 0.0, True, False,
+            query, key, value, self._prompts.ends, self._prompts.ends_of_all, self._longest_new, self._longest,
+            0.0, True, False,
             scale=scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,
         )[0]  # fmt: skip
         return out

@@ -38,18 +38,22 @@ class ArenaWeights:
 
     def map(self) -> None:
         """Have memory for them. Their values come by `fill`, or from whoever writes all of them."""
-        first = self._arena is None
-        if self._arena is None:
-            self._arena = Arena(self.num_bytes, self._device)
-        self._arena.map()
-        if first:
-            block = self._arena.tensor()
-            for parameter, start in self._spans:
-                own = block[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
-                own.copy_(parameter.detach())
-                parameter.data = own
-            self._model.to(self._device)  # buffers; parameters are there
-            self.is_filled = True
+        if self._arena is not None:
+            self._arena.map()
+            return
+        arena = Arena(self.num_bytes, self._device)
+        try:
+            arena.map()
+        except BaseException:
+            arena.close()
+            raise
+        block = arena.tensor()
+        for parameter, start in self._spans:
+            own = block[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+            own.copy_(parameter.detach())
+            parameter.data = own
+        self._model.to(self._device)  # buffers; parameters are there
+        self._arena, self.is_filled = arena, True
 
     def fill(self) -> None:
         """As they were. Does nothing when they are there."""

@@ -13,8 +13,8 @@ from bench import controller, grpo, overlap, replay, reward, rollout, router, so
 from bench.harness import ROOT, BenchError, Options, Outcome, UsageError, environment, print_table, write_json
 
 BENCHMARKS: dict[str, Callable[[Options], Outcome]] = {
-    "async": overlap.run,
     "grpo": grpo.run,
+    "async": overlap.run,
     "controller": controller.run,
     "router": router.run,
     "reward": reward.run,

@@ -107,6 +107,8 @@ def _slow_reason(model_path: str) -> str:
     """Why the native engine's kernels and graphs cannot be used on a CUDA device; empty if they can."""
     if find_spec("triton") is None:
         return "Triton, which its kernels are written in, is not installed"
+    if torch.version.hip is not None:
+        return "its kernels are for NVIDIA's devices"
     if torch.cuda.get_device_capability()[0] < _LEAST_CAPABILITY:
         return f"its kernels need a device of compute capability {_LEAST_CAPABILITY}.0 or newer"
     from practicum.rollout.cuda.step import unusual

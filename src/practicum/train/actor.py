@@ -154,7 +154,7 @@ class ActorWorker(Worker):
             self._model = LogProbModel(model, learns_entropy=settings.objective.entropy_bonus > 0)
             self.mesh = join_ranks(self.context, self._device, settings.collective_timeout_s)
             self._has_joined = True
-            self._is_fast = speed_up(model, self._device, DTYPES[settings.compute_dtype])
+            self._model.is_fast = speed_up(model, self._device, DTYPES[settings.compute_dtype])
             self._learner = Learner("actor", self._model, model, self.mesh, settings)
             if settings.reference_path is not None:
                 self._reference = self._frozen(settings.reference_path)
@@ -166,7 +166,7 @@ class ActorWorker(Worker):
     def _frozen(self, path: str) -> LogProbModel:
         model = load_model(path).eval().requires_grad_(False)
         frozen = LogProbModel(model)
-        speed_up(model, self._device, DTYPES[self._settings.compute_dtype])
+        frozen.is_fast = speed_up(model, self._device, DTYPES[self._settings.compute_dtype])
         shard(frozen, model, self.mesh, DTYPES[self._settings.compute_dtype])
         return frozen
 
@@ -197,7 +197,7 @@ class ActorWorker(Worker):
         with nullcontext() if self._reference is not None else without_adapters(self._model):
             for samples in (micro for batch in mini_batches for micro in batch.micro_batches):
                 packed = pack(samples, self._shares_rows)
-                inputs, spans = model_inputs(packed, self._device), self._spans(packed.position_ids)
+                inputs, spans = model_inputs(packed, self._device), self._spans(packed.position_ids, reference)
                 log_probs, _ = reference(*inputs, self._settings.temperature, **spans)
                 found |= by_place(samples, packed, log_probs)
             reshard(reference)
@@ -366,8 +366,8 @@ class ActorWorker(Worker):
             log_probs, entropy = self._model(*inputs, self._settings.temperature, **spans)
         return log_probs, entropy
 
-    def _spans(self, position_ids: NDArray[np.int64]) -> dict[str, Any]:
-        return spans_of(position_ids, self._device) if self._is_fast else {}
+    def _spans(self, position_ids: NDArray[np.int64], model: LogProbModel | None = None) -> dict[str, Any]:
+        return spans_of(position_ids, self._device) if (model or self._model).is_fast else {}
 
     def _losses(self, work: _Micro, totals: Totals, kl_coefficient: float) -> tuple[Tokens, Losses]:
         """This micro-batch's part of the loss of its mini-batch."""

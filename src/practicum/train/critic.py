@@ -72,7 +72,7 @@ class CriticWorker(Worker):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._model = ValueModel(model)
         mesh = self._mesh()
-        self._is_fast = speed_up(model, self._device, DTYPES[settings.compute_dtype])
+        self._model.is_fast = speed_up(model, self._device, DTYPES[settings.compute_dtype])
         self._learner = Learner("critic", self._model, self._model.body, mesh, settings)
 
     def _mesh(self) -> DeviceMesh:
@@ -128,7 +128,7 @@ class CriticWorker(Worker):
         self._learner.load(Path(folder) / "critic", self.rank)
 
     def _forward(self, micro: MicroBatch) -> Tensor:
-        spans = spans_of(micro.position_ids, self._device) if self._is_fast else {}
+        spans = spans_of(micro.position_ids, self._device) if self._model.is_fast else {}
         values: Tensor = self._model(*model_inputs(micro, self._device)[:3], **spans)
         return values
 

@@ -1,4 +1,4 @@
-"""Who has which pages, and how many rows and programs a step is computed with."""
+"""Who has which pages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from practicum.rollout.cuda.graphs import num_splits, rung
 from practicum.rollout.cuda.pages import PAGE, PagePool, num_pages
 
 
@@ -45,15 +44,3 @@ def test_pages_are_held_by_one_row_or_by_none(moves: list[int]) -> None:
 @pytest.mark.parametrize(("tokens", "pages"), [(1, 1), (PAGE, 1), (PAGE + 1, 2), (5 * PAGE, 5)])
 def test_a_page_is_begun_by_its_first_token(tokens: int, pages: int) -> None:
     assert num_pages(tokens) == pages
-
-
-@given(st.integers(1, 3000))
-def test_a_rung_holds_its_rows_with_few_beside_them(rows: int) -> None:
-    assert rows <= rung(rows) < max(2 * rows, rows + 2)
-
-
-def test_contexts_are_shared_out_only_where_processors_have_nothing_to_do() -> None:
-    assert num_splits(num_programs=2048, num_blocks=500, num_processors=132) == 1
-    assert num_splits(num_programs=8, num_blocks=6, num_processors=132) == 4  # no more than there are blocks
-    assert num_splits(num_programs=8, num_blocks=1000, num_processors=132) == 32
-    assert num_splits(num_programs=256, num_blocks=128, num_processors=132) == 4

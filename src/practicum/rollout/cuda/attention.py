@@ -27,6 +27,14 @@ _LEAST_GROUP = 16  # rows of a matrix unit's tile
 
 
 @triton.jit
+def _half_normed(x, scale, weight, is_normed, like):
+    """In two roundings, to the type of `like`, as transformers does it."""
+    kind = like.dtype.element_ty
+    y = (x * scale).to(kind).to(tl.float32) * tl.load(weight, mask=is_normed, other=1.0).to(tl.float32)
+    return tl.where(is_normed, y.to(kind).to(tl.float32), x)
+
+
+@triton.jit
 def _place(
     query, key, value, query_norm, key_norm, cosines, sines, slots, positions, tables, pages, out_query, out_key,
     query_stride, key_stride, value_stride, table_stride, page_stride, value_offset, eps,
@@ -58,14 +66,8 @@ def _place(
         square = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         scale = tl.rsqrt(square / WIDTH + eps)[:, None]
         norm = tl.where(is_query, query_norm + at, key_norm + at)
-        is_normed = is_query | is_key
-        # In two roundings, as transformers does it.
-        first_norm = tl.load(norm, mask=is_normed, other=1.0).to(tl.float32)
-        second_norm = tl.load(norm + half, mask=is_normed, other=1.0).to(tl.float32)
-        normed_first = (first * scale).to(kind).to(tl.float32) * first_norm
-        normed_second = (second * scale).to(kind).to(tl.float32) * second_norm
-        first = tl.where(is_normed, normed_first.to(kind).to(tl.float32), first)
-        second = tl.where(is_normed, normed_second.to(kind).to(tl.float32), second)
+        first = _half_normed(first, scale, norm, is_query | is_key, query)
+        second = _half_normed(second, scale, norm + half, is_query | is_key, query)
     position = tl.load(positions + token)
     angle = position.to(tl.int64) * half + at
     cosine = tl.load(cosines + angle).to(tl.float32)

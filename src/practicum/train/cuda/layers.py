@@ -52,7 +52,7 @@ def use_fast_layers(model: Any) -> None:
 def _take_over(norm: Any, kernel: Any) -> None:
     """If it gives what the module gives."""
     usual = norm.forward
-    trial = torch.randn(3, norm.weight.shape[0])
+    trial = torch.randn(3, norm.weight.shape[0], generator=torch.Generator().manual_seed(0))
     if len(signature(usual).parameters) == 1 and torch.allclose(kernel(trial), usual(trial), rtol=1e-4, atol=1e-4):
         norm.forward = kernel
 

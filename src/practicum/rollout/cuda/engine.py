@@ -161,24 +161,13 @@ class CudaRollout(ContinuousRollout):
 
     def _map(self, cache: Arena, room: int) -> None:
         try:
-            num = self._checked(room)
+            num = _num_pages_in(room, self._page_bytes)
             cache.map(num * self._page_bytes)
         except ResourceError:  # what torch has kept is in pieces, or for graphs
             torch.cuda.empty_cache()
-            num = self._checked(min(room, int(free_bytes(self._device) * _MOST_SHARE)))
+            num = _num_pages_in(min(room, int(free_bytes(self._device) * _MOST_SHARE)), self._page_bytes)
             cache.map(num * self._page_bytes)
         self._seats.begin_anew(num)
-
-    def _checked(self, room: int) -> int:
-        """How many pages that is."""
-        num = room // self._page_bytes
-        if num < _FEWEST_PAGES:
-            least = gigabytes(_FEWEST_PAGES * self._page_bytes)
-            raise RolloutError(
-                f"{gigabytes(room)} of {self._device} are left for keys and values, less than {_FEWEST_PAGES} pages of "
-                f"{PAGE} tokens ({least}): raise rollout.cache_gb, or leave it more memory."
-            )
-        return num
 
     def _try_out(self) -> None:
         """Refuse a model of which another is computed here than by transformers."""
@@ -264,7 +253,7 @@ class CudaRollout(ContinuousRollout):
         ids = [rows[0].ids() for rows in groups]
         logits, routes = self._reader.read(ids, [rows[0].slot for rows in groups])
         for own in groups:
-            self._share(own)
+            self._reader.share(own)
         rows = [row for group in groups for row in group]
         each = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         on_device = self._seats.slots.on_device
@@ -275,13 +264,6 @@ class CudaRollout(ContinuousRollout):
         self._flights.take_off(rows, routes, [(ends[i], ends[i + 1]) for i in each])
         self._rows += rows
         self._active = []  # the next launch is of other rows
-
-    def _share(self, rows: list[SlotRow]) -> None:
-        """What the prompt has begun of its last page is copied to the other answers' own."""
-        whole, begun = divmod(rows[0].length, PAGE)
-        if begun and len(rows) > 1:
-            to = self._seats.slots.on_device([row.pages[whole] for row in rows[1:]], np.int64)
-            self._pages[to] = self._pages[rows[0].pages[whole]].clone()
 
     def _launch(self) -> bool:
         """One more token for every row that may have one; whether there are such rows."""
@@ -355,6 +337,16 @@ class CudaRollout(ContinuousRollout):
     @torch.inference_mode()
     def _logits(self, tokens: Tensor) -> Tensor:
         return self._reader.look(tokens.cpu().numpy().astype(np.int32))
+
+
+def _num_pages_in(room: int, page_bytes: int) -> int:
+    num = room // page_bytes
+    if num < _FEWEST_PAGES:
+        raise RolloutError(
+            f"{gigabytes(room)} of the device are left for keys and values, less than {_FEWEST_PAGES} pages of {PAGE} "
+            f"tokens ({gigabytes(_FEWEST_PAGES * page_bytes)}): raise rollout.cache_gb, or leave it more memory."
+        )
+    return num
 
 
 def _is_narrow(rows: Sequence[SlotRow]) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from practicum.rollout.answers import most_positions
 from practicum.rollout.cuda.flights import Flights
 from practicum.rollout.cuda.pages import PAGE, num_pages
-from practicum.rollout.cuda.slots import Beginning, Seats
+from practicum.rollout.cuda.slots import Beginning, Seats, SlotRow
 from practicum.rollout.cuda.step import LeanModel, Prompts, Rows
 from practicum.types import SamplingParams
 
@@ -36,6 +36,13 @@ class Reader:
             logits, own = self._pass([ids[0][start : start + READ_TOKENS]], [start], slots)
             routes += [] if own is None else [own]
         return logits, torch.cat(routes) if routes else None
+
+    def share(self, rows: Sequence[SlotRow]) -> None:
+        """Of a prompt that has been read for the first: what it has begun of its last page is copied to the others'."""
+        whole, begun = divmod(rows[0].length, PAGE)
+        if begun and len(rows) > 1:
+            to = self._seats.slots.on_device([row.pages[whole] for row in rows[1:]], np.int64)
+            self._pages[to] = self._pages[rows[0].pages[whole]].clone()
 
     def look(self, ids: Ids) -> Tensor:
         """Logits of a sequence [tokens, vocabulary]; nothing is kept."""

@@ -20,6 +20,7 @@ from bench.harness import Row
 from bench.turns import Contestant, Plan, Tally, alternate
 
 PROMPT_WORDS = (127, 127)
+PHASES = ("step", "rollout", "reward", "looking", "update", "weights")
 WORK: dict[str, int] = {"prompts_per_step": 32, "answers_per_prompt": 8, "max_new_tokens": 256, "pass_answers": 32}
 QUICK_WORK: dict[str, int] = {"prompts_per_step": 4, "answers_per_prompt": 4, "max_new_tokens": 32, "pass_answers": 4}
 _SMALL = {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 4096, "intermediate_size": 512}
@@ -67,7 +68,6 @@ def _rows(case: str, tallies: dict[str, Tally]) -> list[Row]:
     ours, theirs = tallies["practicum"], tallies.get("trl")
     name = "trl" if theirs else None
     parts = ours.parts()
-    seconds = parts.pop("step", 0.0) or sum(value for part, value in parts.items() if part != "idle")
     rows = [Row(f"grpo {case}", "tokens/s", ours.rate, theirs.rate if theirs else None, name)]
-    rows += [Row(f"grpo {case}", f"{part} s", value, better="lower") for part, value in parts.items()]
-    return [*rows, Row(f"grpo {case}", "idle share", parts.get("idle", 0.0) / seconds, better="lower")]
+    rows += [Row(f"grpo {case}", f"{part} s", parts[part], better="lower") for part in PHASES]
+    return [*rows, Row(f"grpo {case}", "device idle share", parts["device_idle"] / parts["step"], better="lower")]

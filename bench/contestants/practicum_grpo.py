@@ -73,7 +73,7 @@ def idle_share() -> Iterator[dict[str, float]]:
     finally:
         ended.set()
         thread.join()
-        found["idle"] = sum(seen) / max(1, len(seen))
+        found["device_idle"] = sum(seen) / max(1, len(seen))
 
 
 def main() -> None:

@@ -98,17 +98,14 @@ class RouteRecorder:
 
     def take(self) -> NDArray[np.unsignedinteger[Any]]:
         """[tokens, layers, k] of the forward pass that has just ended, ascending in each row."""
-        experts: NDArray[np.unsignedinteger[Any]] = self.gathered().cpu().numpy().astype(self.shape.dtype)
-        experts.sort(axis=-1)
-        return experts
-
-    def gathered(self) -> Tensor:
-        """The same as they came, in few bytes, where the model is."""
         missing = [layer for layer in self.shape.layers.tolist() if layer not in self._chosen]
         assert not missing, f"layers {missing} routed nothing"
         taken = torch.stack([self._chosen[layer] for layer in self.shape.layers.tolist()], dim=1)
         self._chosen.clear()
-        return taken.to(torch.uint8 if self.shape.dtype is np.uint8 else torch.int32)
+        small = taken.to(torch.uint8 if self.shape.dtype is np.uint8 else torch.int32)  # before it leaves the device
+        experts: NDArray[np.unsignedinteger[Any]] = small.cpu().numpy().astype(self.shape.dtype)
+        experts.sort(axis=-1)
+        return experts
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -16,7 +16,7 @@ from practicum.rollout.hf import HFRollout
 from practicum.types import Prompt, RolloutRequest, RoutedExperts, SamplingParams
 from practicum.weights import WeightUpdate
 from tests.rollout.contract import CLOSE, EngineContract, full_forward, tokens_of
-from tests.rollout.families import MIXED, save_family
+from tests.rollout.families import save_family
 from tests.rollout.test_native import odd_requests
 
 pytestmark = [
@@ -103,7 +103,6 @@ def test_routes_are_those_that_the_model_chooses(family: str, tmp_path: Path) ->
         assert isinstance(sample.routes, RoutedExperts)
         assert sample.routes.known.tolist() == [True] * (len(ids) - 1) + [False]
         assert np.array_equal(sample.routes.experts[:-1], recorder.take()[:-1])
-    assert family in MIXED
     engine.close()
 
 
@@ -122,13 +121,15 @@ def test_rows_that_give_way_to_others_write_the_same(keep_routes: bool, tmp_path
         for one, other in zip(found, expected, strict=True):
             assert np.array_equal(one.routes.experts, other.routes.experts)
             assert one.routes.known.tolist() == other.routes.known.tolist()
-    assert tight._pool.num_free == tight._pool.num
+    assert tight._seats.pool.num_free == tight._seats.pool.num
     tight.close()
 
 
 def test_what_the_cache_has_no_room_for_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     folder = save_family("llama", tmp_path)
-    page = opened(folder)._page_bytes
+    roomy = opened(folder)
+    page = roomy._page_bytes
+    roomy.close()
     engine = opened(folder, cache_gb=3.2 * page / 1e9)  # two pages of 64 tokens, and one that belongs to nobody
     assert len(engine.generate(long_requests(1, 100, 28))[0].token_ids) == 28
     with pytest.raises(RolloutError, match=r"prompt 0 and its answer .* more than rollout\.cache_gb=.*raise it"):
@@ -138,13 +139,15 @@ def test_what_the_cache_has_no_room_for_is_refused(tiny_model: Path, tmp_path: P
 
 def test_prompts_of_many_lengths_and_long_ones_are_read_in_parts(tmp_path: Path, monkeypatch: Any) -> None:
     from practicum.rollout.cuda import engine as module
+    from practicum.rollout.cuda import reading
 
     folder = save_family("mistral", tmp_path)
     asked = [*long_requests(3, 150, 20, num_answers=3), *long_requests(4, 7, 20, num_answers=2)]
     whole = opened(folder)
     expected = tokens_of(whole.generate(asked))
     whole.close()
-    monkeypatch.setattr(module, "_READ_TOKENS", 33)
+    for one in (module, reading):  # which sequences are read together, and which in parts
+        monkeypatch.setattr(one, "READ_TOKENS", 33)
     parts = opened(folder)
     assert tokens_of(parts.generate(asked)) == expected
     parts.close()
@@ -206,11 +209,11 @@ def test_awake_it_takes_what_memory_is_left(tiny_model: Path) -> None:
     engine = opened(tiny_model, cache_gb=None)
     asked = odd_requests(SamplingParams(8))
     expected = tokens_of(engine.generate(asked))
-    num = engine._pool.num
+    num = engine._seats.pool.num
     engine.release()
     taken = torch.empty(int(torch.cuda.mem_get_info()[0] * 0.8), dtype=torch.uint8, device=CUDA)
     engine.resume()
-    assert engine._pool.num < num / 2
+    assert engine._seats.pool.num < num / 2
     assert tokens_of(engine.generate(asked)) == expected
     del taken
     engine.close()

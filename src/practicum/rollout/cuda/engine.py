@@ -245,7 +245,8 @@ class CudaRollout(ContinuousRollout):
         if groups:
             self._read(groups)
         elif (self._pending or self._put_off) and not self._rows:  # there has become less since the check
-            self._check_room("a prompt that was let in when there was more", self._seats.pool.num + 1)
+            first = self._put_off[0].length if self._put_off else self._pending[0].num_tokens
+            self._check_room("what was let in when there was more room", num_pages(first + 1))
 
     def _read(self, groups: list[list[SlotRow]]) -> None:
         """One pass over what each group of rows begins with, and a token for each row."""

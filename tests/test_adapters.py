@@ -12,15 +12,20 @@ import pytest
 import torch
 
 from practicum.adapters import (
+    Adapted,
     LoraSettings,
     adapters_of,
     add_adapters,
     count_learnt,
     find_targets,
     load_adapters,
+    lone_adapters,
+    merged_weight,
     merged_weights,
+    paired,
     save_adapters,
     without_adapters,
+    write_adapters,
 )
 from practicum.errors import ModelError
 from practicum.models import DTYPES, empty_model, load_config, load_model, load_tokenizer, plain_path, save_merged
@@ -106,6 +111,34 @@ def test_merged_weights_make_the_plain_model_that_does_the_same(family: str, tmp
     assert all(parameter.requires_grad for parameter in loaded.parameters())
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, merged[name]), name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe, tied", "gpt2"])
+def test_adapters_alone_make_the_same_model(family: str, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    if family == "gpt2":
+        from tests.train.test_model import tiny
+
+        tiny(family).save_pretrained(path)
+    else:
+        save_family(family, path)
+    settings = LoraSettings(4, 6)  # a scale that rounds
+    model, plain = stirred(path, settings), load_model(str(path))
+    merged = {name: tensor.clone() for name, tensor in merged_weights(model, torch.Tensor.detach)}
+    alone = list(lone_adapters(model, torch.Tensor.detach))
+    weights = {
+        f"{name}.weight": merged_weight(plain.get_submodule(name), down, up, settings.scaling)
+        for name, down, up in paired(reversed(alone))  # in whatever order they come
+    }
+    assert weights.keys() == {f"{name}.weight" for name in find_targets(plain, settings)}
+    for name, weight in weights.items():
+        assert torch.equal(weight, merged[name]), name
+    write_adapters(tmp_path / "adapters", Adapted(str(path), settings), alone)
+    loaded = load_model(str(tmp_path / "adapters"))
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, merged[name]), name
+    with pytest.raises(AssertionError, match="left out half of"):
+        list(paired(alone[:-1]))
 
 
 def test_adapters_come_back_from_their_folder_to_the_last_bit(tiny_model: Path, tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
     y = W x + (alpha / rank) B A x        W is frozen, A and B are learnt; B begins with zeros, so y with W x
 
 They stand inside the transformers model itself: `q_proj` becomes a module with `base_layer`, `lora_A` and `lora_B`. For
-engines W + (alpha / rank) B A is made anew each time, in memory of its own: W never changes, so nothing drifts.
+engines W + (alpha / rank) B A is made anew each time, in memory of its own: W never changes, so nothing drifts. Or they
+get B and A alone, and have W from the model's files.
 
 In a folder they are what peft calls an adapter: adapter_model.safetensors, and adapter_config.json, which names the
 model they belong to.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +41,19 @@ class LoraSettings:
     rank: int
     alpha: int
     targets: tuple[str, ...] | None = None  # None: all linear layers
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """What an engine that gets adapters alone must know of them."""
+
+    base: str
+    """The model they belong to; it may be in a folder of adapters itself."""
+    settings: LoraSettings
 
 
 def check_installed(what: str) -> None:
@@ -227,7 +241,40 @@ def merged_weights(
         yield plain, merged if dtype is None else merged.to(dtype)  # rounded once
 
 
+def lone_adapters(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The adapters by themselves, as they are named in a folder."""
+    return ((_in_folder(name), gather(parameter)) for name, parameter in adapters_of(model).items())
+
+
+def paired(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Of `lone_adapters` the name of each layer, its A and its B, once both are there. What is kept is copied."""
+    halves: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors:
+        layer, _, side = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".lora_")
+        assert side in ("A", "B"), f"{name} is no adapter"
+        own = halves.setdefault(layer, {})
+        own[side] = tensor.clone()
+        if len(own) == 2:
+            yield layer, own["A"], own["B"]
+            del halves[layer]
+    assert not halves, f"the update left out half of {', '.join(halves)}"
+
+
+@torch.no_grad()
+def merged_weight(layer: nn.Module, down: Tensor, up: Tensor, scaling: float) -> Tensor:
+    """Of a layer of the plain model, on the device of its adapter: in float32, as `merged_weights` has it."""
+    from transformers.pytorch_utils import Conv1D
+
+    delta = up @ down
+    weight = _weight(layer).to(down.device, torch.float32)
+    return weight + (delta.T if isinstance(layer, Conv1D) else delta) * scaling
+
+
 # In folders
+
+
+def _in_folder(name: str) -> str:
+    return _PREFIX + name.replace(f".{_NAME}.", ".")
 
 
 def holds_adapters(path: str) -> bool:
@@ -255,7 +302,24 @@ def save_adapters(model: Any, base: str, folder: Path, tensors: Mapping[str, Ten
     folder.mkdir(parents=True, exist_ok=True)
     own = model.peft_config[_NAME]
     replace(own, base_model_name_or_path=base, inference_mode=True).save_pretrained(folder)
-    named = {_PREFIX + name.replace(f".{_NAME}.", "."): tensor.contiguous() for name, tensor in tensors.items()}
+    named = {_in_folder(name): tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(named, folder / _WEIGHTS, metadata={"format": "pt"})
+
+
+def write_adapters(folder: Path, adapted: Adapted, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """The same of `lone_adapters`, where no model has them."""
+    from peft import LoraConfig
+
+    folder.mkdir(parents=True, exist_ok=True)
+    named = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+    LoraConfig(
+        r=adapted.settings.rank,
+        lora_alpha=adapted.settings.alpha,
+        target_modules=sorted({name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in named}),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=adapted.base,
+        inference_mode=True,
+    ).save_pretrained(folder)
     save_file(named, folder / _WEIGHTS, metadata={"format": "pt"})
 
 
@@ -265,7 +329,7 @@ def load_adapters(model: Any, path: str) -> None:
         found = load_file(Path(path) / _WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"model folder {path!r}: its {_WEIGHTS} cannot be read: {error}") from error
-    own = {_PREFIX + name.replace(f".{_NAME}.", "."): tensor for name, tensor in adapters_of(model).items()}
+    own = {_in_folder(name): tensor for name, tensor in adapters_of(model).items()}
     wrong = [name for name in own.keys() | found.keys() if name not in own or name not in found]
     wrong += [name for name in own.keys() & found.keys() if own[name].shape != found[name].shape]
     if wrong:

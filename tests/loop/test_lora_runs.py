@@ -55,10 +55,41 @@ def test_so_do_engines_in_processes_of_their_own_and_two_workers(
         assert (tensor - results["colocated"][name]).abs().max() < 1e-4, name
 
 
+@pytest.mark.parametrize("engine", ["hf", "native"])
 @pytest.mark.parametrize("placement", ["hybrid", "standalone"])
-def test_a_resumed_run_is_the_uninterrupted_one(make_config: MakeConfig, tmp_path: Path, placement: str) -> None:
+def test_it_makes_no_difference_whether_adapters_are_sent_alone(
+    make_config: MakeConfig, tmp_path: Path, engine: str, placement: str
+) -> None:
+    short = (*LORA, "actor.mini_batches=2", f"rollout.engine={engine}", f"rollout.placement={placement}")
+    told = {}
+    for way in ("merged", "adapters"):
+        run_dir = tmp_path / way
+        list(Trainer(make_config(*short, f"actor.lora.send={way}", f"trainer.run_dir={run_dir}")).steps())
+        told[way] = timeless(read_metrics(run_dir))
+    assert told["adapters"] == told["merged"]
+
+
+@pytest.mark.slow
+def test_nor_with_processes_of_their_own_and_two_workers(
+    make_config: MakeConfig, tmp_path: Path, ray_session: None
+) -> None:
+    short = (*LORA, "actor.lora.send=adapters", "data.prompts_per_step=5", "controller.backend=ray")
+    for name, where in {"two": "trainer.num_workers=2", "colocated": "rollout.placement=colocated"}.items():
+        config = make_config(*short, where, f"trainer.run_dir={tmp_path / name}")
+        for report in Trainer(config).steps():
+            assert report.metrics["rollout/largest_gap"] < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("placement", "way"), [("hybrid", "merged"), ("standalone", "merged"), ("standalone", "adapters")]
+)
+def test_a_resumed_run_is_the_uninterrupted_one(
+    make_config: MakeConfig, tmp_path: Path, placement: str, way: str
+) -> None:
     overrides = [
         *LORA,
+        f"actor.lora.send={way}",
+        "actor.lora.alpha=6",
         "trainer.steps=4",
         "trainer.checkpoint_every=2",
         "actor.mini_batches=2",
@@ -90,6 +121,13 @@ def test_adapters_of_a_run_can_be_trained_on(make_config: MakeConfig, tmp_path: 
         reports = list(Trainer(config).steps())
         assert all(report.metrics["rollout/largest_gap"] < 2e-5 for report in reports)
         assert reports[0].metrics["actor/reference_kl"] < 1e-6  # the reference is the model with the first adapters
+
+
+def test_a_run_may_go_on_sending_them_the_other_way(make_config: MakeConfig, tmp_path: Path) -> None:
+    list(Trainer(make_config(*LORA, "trainer.steps=1")).steps())
+    more = ("actor.lora.send=adapters", "trainer.steps=2", "resume=auto")
+    (report,) = Trainer(make_config(*LORA, *more), notify=lambda _: None).steps()
+    assert report.number == 2 and report.metrics["rollout/largest_gap"] < 2e-5
 
 
 @pytest.mark.parametrize("change", ["actor.lora.rank=8", "actor.lora.alpha=4", "actor.lora.targets=[q_proj]"])
@@ -133,3 +171,7 @@ def test_explain_tells_what_is_learnt_and_what_that_takes(make_config: MakeConfi
     assert "master weights" not in text and "GiB  reference" not in text
     assert "(shared with the actor)" not in text
     assert "# adapters" not in explanation(make_config())
+    assert "engines get whole weights, with adapters merged" in text
+    alone = explanation(make_config(*LORA, "actor.lora.send=adapters"))
+    assert f"engines get the adapters alone: {4 * num_learnt / 1e6:.3g} MB a version" in alone
+    assert "the adapted layers without adapters, for merging, on the host" in alone

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from practicum.adapters import LoraSettings
 from practicum.controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, WorkerGroup
@@ -83,6 +84,21 @@ def test_however_often_weights_were_published_they_are_the_base_and_its_adapters
             published = {name: t.clone() for name, t in group.execute_all(ActorWorker.publish, version)[0].tensors}
         group.execute_all(ActorWorker.save, str(tmp_path))
     assert_same(published, dict(load_model(str(tmp_path / "model")).named_parameters()), tolerance=0.0)
+
+
+@pytest.mark.parametrize("channel", ["shm", "disk"])
+def test_adapters_sent_alone_are_all_that_travels(tiny_model: Path, tmp_path: Path, channel: str) -> None:
+    whole = sum(parameter.nbytes for parameter in load_model(str(tiny_model)).parameters())
+    with one_actor(tiny_model, sends_adapters=True) as group:
+        group.map(ActorWorker.update, mini_batches(SAMPLES, 1, 200))
+        group.execute_all(ActorWorker.open_channel, channel, ChannelSettings(folder=str(tmp_path / "weights")))
+        (ticket,) = group.execute_all(ActorWorker.send, 1, "bfloat16")
+        received = WeightReceiver().receive(ticket)
+        sent = {name: tensor.clone() for name, tensor in received.tensors}
+        group.execute_all(ActorWorker.save, str(tmp_path))
+    saved = load_file(tmp_path / "model" / "adapter_model.safetensors")
+    assert_same(saved, sent, tolerance=0.0)
+    assert sum(tensor.nbytes for tensor in sent.values()) < whole / 10
 
 
 def test_an_update_does_not_depend_on_how_the_work_is_divided(tiny_model: Path, tmp_path: Path) -> None:

@@ -65,6 +65,10 @@ class LoraConfig(Section):
     """Which linear layers get adapters, by the last parts of their names, such as [q_proj, v_proj]. all-linear: all but
     the output layer and those that choose among experts. Experts whose weights are one tensor cannot have any."""
 
+    send: Literal["merged", "adapters"] = "merged"
+    """What engines get. adapters: them alone, a few MB instead of the model. native and hf merge them with the files at
+    model.path, vLLM computes with them beside the model."""
+
     @property
     def scale_by(self) -> int:
         """Alpha as it counts."""

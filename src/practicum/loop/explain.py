@@ -138,6 +138,9 @@ def _adapters(config: Config) -> str:
             f"layers: {names}",
             f"{num_learnt:,} parameters are learnt ({num_learnt / num_parameters:.2%} of the model's "
             f"{num_parameters:,}, which stay as they are)",
+            "engines get whole weights, with adapters merged"
+            if config.actor.lora is not None and config.actor.lora.send == "merged"
+            else f"engines get the adapters alone: {num_learnt * _FLOAT32 / 1e6:,.3g} MB a version",
         ]
     )
 
@@ -179,6 +182,10 @@ def _memory(config: Config) -> str:
         more[f"critic, its gradients, AdamW (about {num_parameters:,} parameters / {workers})"] = (
             16 * num_parameters / workers
         )
+    lora, settings = config.actor.lora, lora_settings(config)
+    if lora and settings and lora.send == "adapters" and config.rollout.engine in ("native", "hf"):
+        num_adapted = sum(layer.weight.numel() for layer in find_targets(empty_model(hf), settings).values())
+        more["the adapted layers without adapters, for merging, on the host"] = num_adapted * compute_bytes
     layers_kept = 1 if config.actor.gradient_checkpointing else text.num_hidden_layers
     parts = {
         **_learnt_memory(config, num_parameters),

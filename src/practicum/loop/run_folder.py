@@ -32,7 +32,12 @@ from practicum.types import Sample, Score
 
 SHOWN_VALIDATIONS = 20
 _BEST = "best.json"
-_CANNOT_CHANGE = ("model.path:", "data.train:", "trainer.seed:", "actor.lora")
+_CANNOT_CHANGE = (
+    "model.path:",
+    "data.train:",
+    "trainer.seed:",
+    *(f"actor.lora.{key}:" for key in ("rank", "alpha", "targets")),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from practicum.adapters import LoraSettings, find_targets
+from practicum.adapters import Adapted, LoraSettings, find_targets
 from practicum.algo import Objective
 from practicum.config import AlgorithmConfig, Config
 from practicum.controller import Controller, FusedWorker, RayClassWithInitArgs, WorkerGroup, places_beside
@@ -50,6 +50,7 @@ def open_learners(
         device=device,
         dtype=config.model.dtype,
         keep_routes=config.actor.router_replay.mode == "R3",
+        adapted=_adapted(config),
         timeout_s=config.controller.call_timeout_s,
         start_timeout_s=config.controller.start_timeout_s,
     )
@@ -174,6 +175,7 @@ def actor_settings(config: Config, model_path: str, device: str) -> ActorSetting
     return ActorSettings(
         model_path=base,
         lora=lora_settings(config),
+        sends_adapters=_adapted(config) is not None,
         adapters_path=None if base == model_path else model_path,  # of the run that goes on
         lr=actor.lr,
         lr_schedule=actor.lr_schedule,
@@ -245,6 +247,12 @@ def lora_settings(config: Config) -> LoraSettings | None:
     if lora is None:
         return None
     return LoraSettings(lora.rank, lora.scale_by, None if lora.targets == "all-linear" else tuple(lora.targets))
+
+
+def _adapted(config: Config) -> Adapted | None:
+    """What engines must know of adapters that are sent alone."""
+    lora, settings = config.actor.lora, lora_settings(config)
+    return Adapted(absolute(config.model.path), settings) if lora and settings and lora.send == "adapters" else None
 
 
 def check_lora(config: Config, model_config: Any) -> None:

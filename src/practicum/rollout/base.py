@@ -32,6 +32,8 @@ from practicum.weights import WeightUpdate
 class BaseRollout(ABC):
     eos_ids: Sequence[int]
     """The tokens that end a text."""
+    takes_adapters: bool = False
+    """`update_weights` wants adapters as they are, where they come alone; or else what they make of whole weights."""
     _inbox: Inbox | None = None  # of the `generate` under way
 
     @abstractmethod

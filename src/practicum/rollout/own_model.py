@@ -62,7 +62,7 @@ class OwnModelRollout(BaseRollout):
                 parameter.data = tensor
             else:
                 parameter.data.copy_(tensor)
-        assert not parameters, f"the update left out {', '.join(parameters)}"
+        assert not parameters or not update.is_whole, f"the update left out {', '.join(parameters)}"
         if self._shared:
             self._model.to(self._device)  # the parameters are there already; buffers such as rotary tables follow
         if self._sleeping is not None:

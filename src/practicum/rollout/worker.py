@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from practicum.config import AgentConfig
 from practicum.controller import Worker
 from practicum.errors import ConversationError, RolloutError, TrainingError
-from practicum.models import load_tokenizer
+from practicum.models import DTYPES, load_tokenizer, resolve_device
 from practicum.replay import coded
+from practicum.rollout.adapted import AdapterMerger
 from practicum.rollout.agent.driver import ConversationDriver
 from practicum.rollout.engines import ENGINES, EngineSettings, make_engine
 from practicum.rollout.runner import EngineRunner, Order
@@ -129,6 +130,10 @@ class RolloutWorker(Worker):
         if threads is not None:
             torch.set_num_threads(threads)
         self._engine = make_engine(settings)
+        self._merger: AdapterMerger | None = None
+        if settings.adapted is not None and not self._engine.takes_adapters:
+            device, dtype = resolve_device(settings.device), DTYPES[settings.dtype]
+            self._merger = AdapterMerger(settings.adapted, device, dtype)
         runner = EngineRunner(self._engine, is_partial=is_partial)
         self._desk: EngineRunner | ConversationDriver = runner
         try:
@@ -232,10 +237,11 @@ class RolloutWorker(Worker):
     def _take_weights(self, version: int, ticket: WeightTicket | None) -> None:
         self._wake()
         if ticket is not None:
-            return self._engine.update_weights(self._receiver.receive(ticket))
-        assert self._weights_from is not None, "a ticket is needed where there is no sibling"
-        source = cast(WeightSource, self.siblings[self._weights_from])
-        self._engine.update_weights(source.publish(version))
+            update = self._receiver.receive(ticket)
+        else:
+            assert self._weights_from is not None, "a ticket is needed where there is no sibling"
+            update = cast(WeightSource, self.siblings[self._weights_from]).publish(version)
+        self._engine.update_weights(update if self._merger is None else self._merger.merged(update))
 
     def _wake(self) -> None:
         if not self._is_awake:

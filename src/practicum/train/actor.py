@@ -24,7 +24,14 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from practicum.adapters import LoraSettings, add_adapters, load_adapters, merged_weights, without_adapters
+from practicum.adapters import (
+    LoraSettings,
+    add_adapters,
+    load_adapters,
+    lone_adapters,
+    merged_weights,
+    without_adapters,
+)
 from practicum.algo import (
     AgeFigures,
     CorrectionFigures,
@@ -59,6 +66,7 @@ class ActorSettings(LearnerSettings):
     objective: Objective = field(default_factory=Objective)
     reference_path: str | None = None  # where a reference of its own is needed
     lora: LoraSettings | None = None  # None: all weights learn
+    sends_adapters: bool = False  # to engines, alone; or else merged weights
     adapters_path: str | None = None  # to go on with, of the model at `model_path`
     replay: ReplaySettings | None = None
     tells_ages: bool = False  # whether its figures are told by the age of tokens too
@@ -232,10 +240,13 @@ class ActorWorker(Worker):
         return stats
 
     def publish(self, version: int, dtype: str | None = None) -> WeightUpdate:
-        """The current weights under the names of the unsharded model, in `dtype` if one is given; adapters are merged.
+        """The current weights under the names of the unsharded model, in `dtype` if one is given; adapters are merged,
+        or sent alone and as they are.
 
         All ranks must call it, and ask for all tensors: they are gathered as they are asked for.
         """
+        if self._settings.sends_adapters:
+            return WeightUpdate(version, lone_adapters(self._model.model, whole), shared=False)
         wanted = None if dtype is None else DTYPES[dtype]
         if self._settings.lora is not None:
             return WeightUpdate(version, merged_weights(self._model.model, whole, wanted), shared=False)
@@ -258,7 +269,8 @@ class ActorWorker(Worker):
         """Make ready to send weights that way. Rank 0 sends."""
         self.close_channel()
         if self.rank == 0:
-            self._sender = open_sender(channel, settings, self._save_rest)
+            # Adapters alone are no model, whatever is put beside them.
+            self._sender = open_sender(channel, settings, None if self._settings.sends_adapters else self._save_rest)
 
     def close_channel(self) -> None:
         if self._sender is not None:

@@ -11,14 +11,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """A full set of weights. `shared` tensors are the trainer's own memory and change with its next update.
+    """Weights of the unsharded model; or, for engines that are made for it, of its adapters alone.
 
-    Others are good until the next one is asked for: copy what you keep.
+    `shared` tensors are the trainer's own memory and change with its next update. Others are good until the next one is
+    asked for: copy what you keep.
     """
 
     version: int
-    tensors: Iterable[tuple[str, Tensor]]  # names and shapes as in the unsharded model
+    tensors: Iterable[tuple[str, Tensor]]  # names and shapes as in the unsharded model, or as adapters have in a folder
     shared: bool
+    is_whole: bool = True
+    """All weights; or some, and the others are what they have always been."""
 
 
 class WeightSource(Protocol):

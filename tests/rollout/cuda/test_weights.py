@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from practicum.models import load_model
-from practicum.rollout.cuda.weights import ArenaWeights, copy_all
+from practicum.rollout.cuda.weights import ArenaWeights, copy_weights
+from practicum.weights import WeightUpdate
 from tests.rollout.families import save_family
 
 pytestmark = [
@@ -35,7 +36,8 @@ def test_weights_are_the_same_after_sleep_and_lie_side_by_side(family: str, tmp_
             assert torch.equal(parameter.cpu(), expected[name])
     weights.sleep()
     weights.map()
-    copy_all(model, [(name, parameter * 2) for name, parameter in expected.items()])
+    tensors = [(name, parameter * 2) for name, parameter in expected.items()]
+    copy_weights(model, WeightUpdate(1, tensors, shared=False))
     weights.changed()
     weights.sleep()
     weights.map()

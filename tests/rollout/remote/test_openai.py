@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from practicum.adapters import Adapted, lone_adapters, merged_weights
 from practicum.errors import RolloutError
 from practicum.models import load_model
 from practicum.rollout.remote.openai import OpenAIRollout
@@ -16,6 +17,7 @@ from practicum.types import Prompt, RolloutRequest, SamplingParams
 from practicum.weights import WeightUpdate
 from tests.rollout.contract import EngineContract
 from tests.rollout.fake_completions import FakeServer
+from tests.test_adapters import RANK4, stirred
 
 
 def ask(seed: int = 0, num_answers: int = 1) -> RolloutRequest:
@@ -85,6 +87,21 @@ def test_it_sleeps_wakes_up_and_takes_weights_where_the_server_can(tiny_model: P
     assert not Path(one.calls[1][1]["path"]).exists()
     for name, parameter in model.named_parameters():
         assert torch.equal(found[0][name], parameter), name
+
+
+def test_adapters_go_out_alone_and_the_server_merges_them(tiny_model: Path) -> None:
+    learner = stirred(tiny_model, RANK4)
+    with ModelServer(str(tiny_model)) as server:
+        engine = OpenAIRollout([server.url], model_path=str(tiny_model), adapted=Adapted(str(tiny_model), RANK4))
+        try:
+            engine.resume()
+            engine.update_weights(WeightUpdate(1, lone_adapters(learner, torch.Tensor.detach), shared=False))
+            (sample,) = engine.generate([ask()])
+        finally:
+            engine.close()
+        expected = dict(merged_weights(learner, torch.Tensor.detach))
+        assert set(sample.versions.tolist()) == {1}
+        assert all(torch.equal(own, expected[name]) for name, own in server._model.named_parameters())
 
 
 def test_other_servers_take_no_weights_and_need_not_know_how_to_sleep(tiny_model: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
+from practicum.adapters import Adapted, LoraSettings
 from practicum.config import RolloutConfig
 from practicum.controller import Controller
 from practicum.errors import ReplayError, RolloutError
@@ -26,6 +27,7 @@ from tests.rollout.remote.vllm_checks import (
     VllmChecks,
     VllmContract,
     ask,
+    check_adapters,
     check_routes,
     reload_as_vllm_does,
     save_model,
@@ -106,6 +108,15 @@ def test_adapters_are_merged_for_it(tiny_model: Path, tmp_path: Path) -> None:
         VllmRollout(str(folder), python=python)
 
 
+def test_it_has_room_for_adapters_or_says_that_it_cannot(tiny_model: Path, tmp_path: Path) -> None:
+    python = fake_vllm(tmp_path, "import sys; raise SystemExit(' '.join(sys.argv))")
+    for rank, room in ((4, 8), (16, 16), (300, 320)):
+        with pytest.raises(RolloutError, match=rf"--enable-lora --max-loras 1 --max-lora-rank {room}"):
+            VllmRollout(str(tiny_model), python=python, adapted=Adapted(str(tiny_model), LoraSettings(rank, 8)))
+    with pytest.raises(RolloutError, match=r"rank 512 at most, and actor\.lora\.rank is 600.*actor\.lora\.send"):
+        VllmRollout(str(tiny_model), python=python, adapted=Adapted(str(tiny_model), LoraSettings(600, 8)))
+
+
 def test_routes_of_a_model_that_does_not_route_are_refused(tiny_model: Path, tmp_path: Path) -> None:
     python = fake_vllm(tmp_path, "")
     folder = save_model(tmp_path, "llama")
@@ -142,6 +153,13 @@ def test_routed_experts_are_those_of_transformers(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     check_routes(save_model(tmp_path, "qwen3_moe"), python=PYTHON)
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_adapters_alone_are_computed_with(family: str, tmp_path: Path) -> None:
+    check_adapters(save_model(tmp_path, family), tmp_path / "adapters", python=PYTHON)
 
 
 @needs_vllm

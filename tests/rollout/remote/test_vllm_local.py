@@ -21,7 +21,7 @@ from practicum.rollout.remote.completions import ServerFailure
 from practicum.rollout.remote.vllm import VllmRollout
 from practicum.rollout.remote.vllm_local import LocalVllm
 from practicum.types import SamplingParams
-from tests.rollout.remote.vllm_checks import VllmChecks, VllmContract, ask, started
+from tests.rollout.remote.vllm_checks import VllmChecks, VllmContract, ask, check_adapters, save_model, started
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed in this Python")
@@ -36,10 +36,13 @@ class FakeEngine:
         self.open: dict[str, tuple[list[int], Any, int]] = {}
         self.aborted: list[str] = []
         self.rpcs: list[Any] = []
+        self.adapters: list[Any] = []  # of each request
+        self.loaded: list[Any] = []
         self.is_asleep = False
         self.breaks_down = False
 
-    def add_request(self, name: str, prompt: Any, params: Any) -> None:
+    def add_request(self, name: str, prompt: Any, params: Any, lora_request: Any) -> None:
+        self.adapters.append(lora_request)
         if params.fields["max_tokens"] > 64:
             raise ValueError("max_tokens is too large")
         self.open[name] = (prompt["prompt_token_ids"], params, 0)
@@ -70,6 +73,11 @@ class FakeEngine:
     def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...], kwargs: Any) -> list[str]:
         self.rpcs.append((method, args))
         return ["done"]
+
+    def add_lora(self, adapters: Any) -> None:
+        if "broken" in adapters:
+            raise ValueError("no such file")
+        self.loaded.append(adapters)
 
     def reset_prefix_cache(self) -> bool:
         return not self.open
@@ -114,6 +122,9 @@ class FakeLibrary:
     def params(self, fields: Mapping[str, Any], *, is_streamed: bool) -> Any:
         assert not {"model", "prompt", "echo", "return_token_ids"} & set(fields)
         return SimpleNamespace(fields=fields, is_streamed=is_streamed)
+
+    def adapters(self, name: str, number: int, folder: str) -> Any:
+        return (name, number, folder)
 
     def stop(self, engine: Any) -> None:
         self.is_stopped = True
@@ -195,6 +206,26 @@ def test_it_is_asked_for_all_that_a_server_is_asked_for() -> None:
     assert library.engine.rpcs == [("practicum_load", ("/new",))]
 
 
+def test_requests_for_a_model_with_adapters_get_those() -> None:
+    library = FakeLibrary()
+
+    async def work(client: LocalVllm) -> None:
+        async def told(path: str, **body: str) -> None:
+            await client.call("here", "POST", f"/v1/{path}_lora_adapter", body)
+
+        await completed(client, body(2))
+        for name in ("m-0", "m-1"):
+            await told("load", lora_name=name, lora_path=f"/{name}")
+            await completed(client, body(2) | {"model": name})
+        await told("unload", lora_name="m-0")
+        with pytest.raises(ServerFailure, match="no such file"):
+            await told("load", lora_name="m-2", lora_path="broken")
+
+    run(library, work)
+    assert library.engine.loaded == [("m-0", 1, "/m-0"), ("m-1", 2, "/m-1")]
+    assert library.engine.adapters == [None, *library.engine.loaded]
+
+
 def test_what_vllm_refuses_or_breaks_down_with_is_told_and_not_tried_again() -> None:
     library = FakeLibrary()
 
@@ -262,6 +293,13 @@ def test_it_is_all_in_this_process(tiny_model: Path) -> None:
         assert not set(psutil.Process().children(recursive=True)) - before
     finally:
         engine.close()
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_adapters_alone_are_computed_with(family: str, tmp_path: Path) -> None:
+    check_adapters(save_model(tmp_path, family), tmp_path / "adapters", in_process=True)
 
 
 @needs_vllm

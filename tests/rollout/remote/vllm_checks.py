@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from practicum.adapters import Adapted, LoraSettings, adapters_of, lone_adapters
 from practicum.errors import RolloutError
 from practicum.models import load_model
 from practicum.rollout.inbox import Inbox, Ticket
@@ -19,6 +20,7 @@ from practicum.rollout.remote.vllm import VllmRollout
 from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams
 from practicum.weights import CheckedEngine, Fingerprint, WeightUpdate
 from tests.rollout.contract import EngineContract
+from tests.test_adapters import save, stirred
 
 SEQUENCES = [np.arange(2, 14, dtype=np.int32), np.array([3, 9, 3, 9, 4], np.int32)]
 
@@ -115,6 +117,30 @@ def check_routes(path: Path, **settings: Any) -> None:
         assert sample.routes.known.tolist() == [True] * (sample.num_tokens - 1) + [False]
         expected = torch.stack(chosen, 1).sort(-1).values.numpy()
         assert np.array_equal(np.sort(sample.routes.experts, -1)[:-1], expected[: sample.num_tokens - 1])
+
+
+def check_adapters(path: Path, folder: Path, **settings: Any) -> None:
+    """That it computes with the newest adapters that it was given alone, from the first ones of a run that goes on."""
+    adapted = Adapted(str(path), LoraSettings(4, 6))
+    learner = stirred(path, adapted.settings)
+    save(learner, path, folder)
+    engine = started(folder, adapted=adapted, **settings)
+    try:
+        assert gap(engine, learner) < 5e-5
+        for version in (1, 2, 3):
+            before = copy.deepcopy(learner)
+            for parameter in adapters_of(learner).values():
+                torch.nn.init.normal_(parameter, std=0.1)
+            engine.update_weights(WeightUpdate(version, lone_adapters(learner, torch.Tensor.detach), shared=False))
+            assert gap(engine, learner) < 5e-5 < 0.01 < gap(engine, before)
+            for params in (SamplingParams(12, num_answers=2, ignore_eos=True), SamplingParams(12, 0.0)):
+                for sample in engine.generate([ask(params)]):
+                    assert answer_gap(sample, learner, 1.0) < 5e-5 and set(sample.versions.tolist()) == {version}
+        engine.release()
+        engine.resume()
+        assert gap(engine, learner) < 5e-5
+    finally:
+        engine.close()
 
 
 class VllmContract(EngineContract):

@@ -34,7 +34,7 @@ from practicum.rollout.cuda.pages import PAGE, num_pages
 from practicum.rollout.cuda.reading import READ_TOKENS, Reader
 from practicum.rollout.cuda.slots import Seats, SlotRow
 from practicum.rollout.cuda.step import LeanModel, Rows
-from practicum.rollout.cuda.weights import ArenaWeights, copy_all
+from practicum.rollout.cuda.weights import ArenaWeights, copy_weights
 from practicum.rollout.inbox import Inbox
 from practicum.rollout.sleeping import free_bytes, gigabytes, give_back_memory
 from practicum.types import FinishReason, RolloutRequest
@@ -100,7 +100,9 @@ class CudaRollout(ContinuousRollout):
 
     def update_weights(self, update: WeightUpdate) -> None:
         self._weights.map()
-        copy_all(self._model, update.tensors)
+        if not update.is_whole:
+            self._weights.fill()
+        copy_weights(self._model, update)
         self._weights.changed()
         self._is_updated = True
         self._version = update.version

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from practicum.rollout.cuda.arena import Arena
 from practicum.rollout.sleeping import PinnedBytes
+from practicum.weights import WeightUpdate
 
 _ALIGNMENT = 256
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -97,9 +98,9 @@ def _groups(model: Any) -> list[list[nn.Parameter]]:
     return groups + [[parameter] for parameter in left.values()]
 
 
-def copy_all(model: Any, tensors: Any) -> None:
-    """Values for all parameters, by their names."""
+def copy_weights(model: Any, update: WeightUpdate) -> None:
+    """Values for parameters, by their names."""
     parameters: dict[str, Tensor] = dict(model.named_parameters())
-    for name, tensor in tensors:
+    for name, tensor in update.tensors:
         parameters.pop(name).data.copy_(tensor)
-    assert not parameters, f"the update left out {', '.join(parameters)}"
+    assert not parameters or not update.is_whole, f"the update left out {', '.join(parameters)}"

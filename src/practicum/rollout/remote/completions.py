@@ -20,6 +20,7 @@ _CONNECT_S = 10.0
 _STOP_S = 10.0
 _MOST_QUOTED = 500
 # What may pass if one tries again: too many at once, or the server (or a router's worker) in trouble.
+_IN_WORDS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # vLLM says that it has done so
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -89,7 +90,7 @@ class CompletionsClient:
     async def call(
         self, server: str, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
     ) -> Any:
-        """The JSON answer, None where there is none. Raises `ServerFailure`."""
+        """The JSON answer, None where there is none or none is meant to be read. Raises `ServerFailure`."""
         timeout_s = timeout_s or self.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -100,7 +101,7 @@ class CompletionsClient:
         except (aiohttp.ClientError, OSError) as error:
             raise ServerFailure(server, f"cannot be asked for {path}: {_said(error)}", may_pass=True) from error
         _check(server, path, reply.status, data)
-        return _parsed(server, path, data) if data.strip() else None
+        return _parsed(server, path, data) if data.strip() and path not in _IN_WORDS else None
 
     async def stream(self, server: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
         """The parts of a streamed completion. Leaving it early closes the connection, which ends the request there."""

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, Protocol
 
 from practicum.rollout.remote.completions import ServerFailure
@@ -35,6 +36,9 @@ class Library(Protocol):
 
     def params(self, fields: Mapping[str, Any], *, is_streamed: bool) -> Any:
         """Its `SamplingParams`."""
+
+    def adapters(self, name: str, number: int, folder: str) -> Any:
+        """Its `LoRARequest`."""
 
     def stop(self, engine: Any) -> None: ...
 
@@ -66,6 +70,11 @@ class Vllm:
         kind = RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY
         return SamplingParams(**fields, output_kind=kind)
 
+    def adapters(self, name: str, number: int, folder: str) -> Any:
+        from vllm.lora.request import LoRARequest  # type: ignore[import-not-found,unused-ignore]
+
+        return LoRARequest(name, number, folder)
+
     def stop(self, engine: Any) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory  # type: ignore[import-not-found,unused-ignore]
 
@@ -82,6 +91,8 @@ class LocalVllm:
         self._model = model
         self._orders: queue.SimpleQueue[tuple[Order, Future[Any]] | None] = queue.SimpleQueue()
         self._sinks: dict[str, Callable[[Any], None]] = {}  # by request; for vLLM's thread
+        self._adapters: dict[str, Any] = {}  # by the name of the model with them; likewise
+        self._num_adapters = 0
         self._lock = threading.Lock()
         self._ended: BaseException | None = None  # no orders are taken any more
         self._thread = threading.Thread(target=self._run, name="practicum-vllm", daemon=True)
@@ -95,6 +106,10 @@ class LocalVllm:
             async with asyncio.timeout(timeout_s):
                 if path == "/v1/completions":
                     return await self._whole(server, body or {})
+                if path == "/v1/load_lora_adapter":
+                    return await self._order(server, partial(self._load_adapters, **(body or {})))
+                if path == "/v1/unload_lora_adapter":
+                    return await self._order(server, partial(self._unload_adapters, **(body or {})))
                 if path not in _CONTROLS:
                     raise ServerFailure(server, f"does not know {path}", may_pass=False, status=404)
                 return await self._order(server, lambda engine: _CONTROLS[path](engine, self._model, body or {}))
@@ -134,7 +149,8 @@ class LocalVllm:
             if body.get("echo"):
                 fields["prompt_logprobs"] = body.get("logprobs")
             params = self._library.params(fields, is_streamed=is_streamed)
-            engine.add_request(name, {"prompt_token_ids": list(body["prompt"])}, params)
+            adapters = self._adapters.get(body["model"])
+            engine.add_request(name, {"prompt_token_ids": list(body["prompt"])}, params, lora_request=adapters)
             self._sinks[name] = sink
 
         is_over = False
@@ -218,6 +234,16 @@ class LocalVllm:
             sink(output)
         if output.finished:
             self._sinks.pop(output.request_id, None)
+
+    def _load_adapters(self, engine: Any, *, lora_name: str, lora_path: str) -> None:
+        self._num_adapters += 1
+        adapters = self._library.adapters(lora_name, self._num_adapters, lora_path)
+        engine.add_lora(adapters)
+        self._adapters[lora_name] = adapters
+
+    def _unload_adapters(self, engine: Any, *, lora_name: str) -> None:
+        """As a server does: no request can name them any more. Their room goes to the next."""
+        del self._adapters[lora_name]
 
     def _drop(self, engine: Any, name: str) -> None:
         if self._sinks.pop(name, None) is not None:

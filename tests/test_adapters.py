@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from practicum.adapters import (
-    Adapted,
+    LoneAdapters,
     LoraSettings,
+    adapters_alone,
     adapters_of,
     add_adapters,
     count_learnt,
     find_targets,
     load_adapters,
-    lone_adapters,
     merged_weight,
     merged_weights,
     paired,
@@ -125,7 +125,7 @@ def test_adapters_alone_make_the_same_model(family: str, tmp_path: Path) -> None
     settings = LoraSettings(4, 6)  # a scale that rounds
     model, plain = stirred(path, settings), load_model(str(path))
     merged = {name: tensor.clone() for name, tensor in merged_weights(model, torch.Tensor.detach)}
-    alone = list(lone_adapters(model, torch.Tensor.detach))
+    alone = list(adapters_alone(model, torch.Tensor.detach))
     weights = {
         f"{name}.weight": merged_weight(plain.get_submodule(name), down, up, settings.scaling)
         for name, down, up in paired(reversed(alone))  # in whatever order they come
@@ -133,7 +133,7 @@ def test_adapters_alone_make_the_same_model(family: str, tmp_path: Path) -> None
     assert weights.keys() == {f"{name}.weight" for name in find_targets(plain, settings)}
     for name, weight in weights.items():
         assert torch.equal(weight, merged[name]), name
-    write_adapters(tmp_path / "adapters", Adapted(str(path), settings), alone)
+    write_adapters(tmp_path / "adapters", LoneAdapters(str(path), settings), alone)
     loaded = load_model(str(tmp_path / "adapters"))
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, merged[name]), name

@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "weights": BASE,
     "processes": BASE,
     "replay": BASE,
-    "rollout": BASE | {"models", "controller", "weights", "replay", "processes", "functions"},
+    "rollout": BASE | {"adapters", "models", "controller", "weights", "replay", "processes", "functions"},
     "reward": BASE | {"models", "controller", "rollout", "processes", "functions"},
     "train": BASE | {"adapters", "models", "controller", "algo", "data", "weights", "replay"},
     "loop": BASE

@@ -48,7 +48,7 @@ class LoraSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapted:
+class LoneAdapters:
     """What an engine that gets adapters alone must know of them."""
 
     base: str
@@ -241,13 +241,13 @@ def merged_weights(
         yield plain, merged if dtype is None else merged.to(dtype)  # rounded once
 
 
-def lone_adapters(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def adapters_alone(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The adapters by themselves, as they are named in a folder."""
     return ((_in_folder(name), gather(parameter)) for name, parameter in adapters_of(model).items())
 
 
 def paired(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Of `lone_adapters` the name of each layer, its A and its B, once both are there. What is kept is copied."""
+    """Of `adapters_alone` the name of each layer, its A and its B, once both are there. What is kept is copied."""
     halves: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors:
         layer, _, side = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".lora_")
@@ -306,20 +306,20 @@ def save_adapters(model: Any, base: str, folder: Path, tensors: Mapping[str, Ten
     save_file(named, folder / _WEIGHTS, metadata={"format": "pt"})
 
 
-def write_adapters(folder: Path, adapted: Adapted, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """The same of `lone_adapters`, where no model has them."""
+def write_adapters(folder: Path, lone: LoneAdapters, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """The same of `adapters_alone`, where no model has them."""
     from peft import LoraConfig
 
     folder.mkdir(parents=True, exist_ok=True)
     named = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
     LoraConfig(
-        r=adapted.settings.rank,
-        lora_alpha=adapted.settings.alpha,
+        r=lone.settings.rank,
+        lora_alpha=lone.settings.alpha,
         target_modules=sorted({name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in named}),
         task_type="CAUSAL_LM",
-        base_model_name_or_path=adapted.base,
+        base_model_name_or_path=lone.base,
         inference_mode=True,
-    ).save_pretrained(folder)
+    ).save_pretrained(str(folder))
     save_file(named, folder / _WEIGHTS, metadata={"format": "pt"})
 
 

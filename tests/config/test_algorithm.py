@@ -70,6 +70,11 @@ def test_bounds_that_are_set_are_handed_on() -> None:
         (["algorithm.clip_low=1"], "leaves ppo no bound from below"),
         (["algorithm.kl.target=0.1"], "do nothing while coefficient is 0"),
         (["algorithm.kl.reference=base"], "do nothing while coefficient is 0"),
+        (["algorithm.kl.placement=colocated"], "do nothing while coefficient is 0"),
+        (
+            ["algorithm.kl.coefficient=0.1", "algorithm.kl.placement=standalone", "controller.backend=local"],
+            r"algorithm\.kl\.placement=standalone needs processes of its own",
+        ),
         (["algorithm.kl.coefficient=0.1", "algorithm.kl.estimator=k1"], "its gradient is noise around 0"),
         (
             ["algorithm.advantage=pass_at_k", "algorithm.kl.coefficient=0.1", "algorithm.kl.place=reward"],

@@ -64,10 +64,12 @@ def test_it_tells_whose_experts_are_replayed_and_what_that_takes(make_config: Ca
 def test_it_tells_of_all_roles_and_what_they_hold(make_config: Callable[..., Config]) -> None:
     told = ["algorithm.advantage=gae", "algorithm.kl.coefficient=0.1", "actor.epochs=2"]
     text = explanation(make_config("controller.backend=ray", *told))
-    assert "learners: 1 x (actor + critic + rollout fused in one process)" in text
-    apart = explanation(make_config("controller.backend=ray", *told, "critic.placement=colocated"))
+    assert "learners: 1 x (actor + critic + reference + rollout fused in one process)" in text
+    placed = ("critic.placement=colocated", "algorithm.kl.placement=standalone")
+    apart = explanation(make_config("controller.backend=ray", *told, *placed))
     assert "(actor + rollout fused in one process)" in apart and "critics:  in the same pool" in apart
+    assert "references: on places of their own" in apart and "GiB  reference" not in apart
     assert "GiB  reference, frozen" in text and "GiB  critic, its gradients, AdamW" in text
     assert "16 samples a step, learnt from 2 times" in text
-    assert "this process: actor + critic + rollout" in explanation(make_config(*told))
+    assert "this process: actor + critic + reference + rollout" in explanation(make_config(*told))
     assert "reference" not in explanation(make_config()).partition("# memory")[2]

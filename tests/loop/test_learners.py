@@ -143,16 +143,28 @@ def test_a_resumed_run_with_all_roles_is_the_uninterrupted_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("writers", "critic", "num_workers"),  # the session's cores are two in all
-    [("hybrid", "hybrid", 2), ("colocated", "hybrid", 2), ("hybrid", "colocated", 2), ("hybrid", "standalone", 1)],
+    ("writers", "critic", "reference", "num_workers"),  # the session's cores are two in all
+    [
+        ("hybrid", "hybrid", "hybrid", 2),
+        ("colocated", "hybrid", "colocated", 2),
+        ("hybrid", "colocated", "hybrid", 2),
+        ("hybrid", "standalone", "hybrid", 1),
+        ("hybrid", "hybrid", "standalone", 1),
+    ],
 )
 def test_all_roles_give_the_same_result_wherever_they_are(
-    make_config: MakeConfig, tmp_path: Path, ray_session: None, writers: str, critic: str, num_workers: int
+    make_config: MakeConfig,
+    tmp_path: Path,
+    ray_session: None,
+    writers: str,
+    critic: str,
+    reference: str,
+    num_workers: int,
 ) -> None:
     told = [*GAE, *KL, "actor.mini_batches=2", "data.prompts_per_step=6", "data.validation=null"]
     local = rows(make_config(*told, f"trainer.run_dir={tmp_path / 'local'}"))
     there = ["controller.backend=ray", f"trainer.num_workers={num_workers}", f"rollout.placement={writers}"]
-    there += [f"critic.placement={critic}"]
+    there += [f"critic.placement={critic}", f"algorithm.kl.placement={reference}"]
     apart = rows(make_config(*told, *there, f"trainer.run_dir={tmp_path / 'apart'}"))
     for row, other in zip(timeless(apart), timeless(local), strict=True):
         assert row == pytest.approx(other, rel=1e-3, abs=1e-5)

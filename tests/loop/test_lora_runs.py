@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 
 from practicum import Config, Trainer
-from practicum.errors import CheckpointError, ModelError
+from practicum.errors import CheckpointError, ConfigError, ModelError
 from practicum.loop.explain import explanation
 from practicum.loop.run_folder import read_metrics
-from practicum.loop.writers import actor_settings
+from practicum.loop.writers import writer_problems
 from practicum.models import load_model
 from tests.loop.test_trainer import timeless, weights
 
@@ -56,11 +57,10 @@ def test_so_do_engines_in_processes_of_their_own_and_two_workers(
 
 
 @pytest.mark.parametrize("engine", ["hf", "native"])
-@pytest.mark.parametrize("placement", ["hybrid", "standalone"])
 def test_it_makes_no_difference_whether_adapters_are_sent_alone(
-    make_config: MakeConfig, tmp_path: Path, engine: str, placement: str
+    make_config: MakeConfig, tmp_path: Path, engine: str
 ) -> None:
-    short = (*LORA, "actor.mini_batches=2", f"rollout.engine={engine}", f"rollout.placement={placement}")
+    short = (*LORA, "actor.mini_batches=2", f"rollout.engine={engine}", "rollout.placement=standalone")
     told = {}
     for way in ("merged", "adapters"):
         run_dir = tmp_path / way
@@ -70,14 +70,11 @@ def test_it_makes_no_difference_whether_adapters_are_sent_alone(
 
 
 @pytest.mark.slow
-def test_nor_with_processes_of_their_own_and_two_workers(
-    make_config: MakeConfig, tmp_path: Path, ray_session: None
-) -> None:
+def test_nor_with_processes_of_their_own_and_two_workers(make_config: MakeConfig, ray_session: None) -> None:
     short = (*LORA, "actor.lora.send=adapters", "data.prompts_per_step=5", "controller.backend=ray")
-    for name, where in {"two": "trainer.num_workers=2", "colocated": "rollout.placement=colocated"}.items():
-        config = make_config(*short, where, f"trainer.run_dir={tmp_path / name}")
-        for report in Trainer(config).steps():
-            assert report.metrics["rollout/largest_gap"] < 2e-5
+    config = make_config(*short, "trainer.num_workers=2", "rollout.placement=colocated")
+    for report in Trainer(config).steps():
+        assert report.metrics["rollout/largest_gap"] < 2e-5
 
 
 @pytest.mark.parametrize(
@@ -125,7 +122,7 @@ def test_adapters_of_a_run_can_be_trained_on(make_config: MakeConfig, tmp_path: 
 
 def test_a_run_may_go_on_sending_them_the_other_way(make_config: MakeConfig, tmp_path: Path) -> None:
     list(Trainer(make_config(*LORA, "trainer.steps=1")).steps())
-    more = ("actor.lora.send=adapters", "trainer.steps=2", "resume=auto")
+    more = ("actor.lora.send=adapters", "rollout.placement=standalone", "trainer.steps=2", "resume=auto")
     (report,) = Trainer(make_config(*LORA, *more), notify=lambda _: None).steps()
     assert report.number == 2 and report.metrics["rollout/largest_gap"] < 2e-5
 
@@ -140,6 +137,11 @@ def test_a_run_cannot_go_on_with_other_adapters(make_config: MakeConfig, change:
 
 
 def test_mistakes_are_found_before_anything_starts(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"send=adapters is for engines that weights are sent to.*placement=hybrid"):
+        make_config(*LORA, "actor.lora.send=adapters")
+    alone = ("actor.lora.send=adapters", "actor.lora.rank=600", "rollout.placement=standalone", "rollout.engine=vllm")
+    problems = writer_problems(make_config(*LORA, *alone, f"rollout.vllm.python={sys.executable}"))
+    assert any("rank 512 at most, and actor.lora.rank=600" in problem for problem in problems)
     with pytest.raises(ModelError, match=r"has no layer 'query'. Linear are q_proj"):
         Trainer(make_config(*LORA, "actor.lora.targets=[query]"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -147,18 +149,6 @@ def test_mistakes_are_found_before_anything_starts(make_config: MakeConfig, monk
     with pytest.raises(ModelError, match=r"actor.lora needs the package 'peft'.*pip install 'practicum\[peft\]'"):
         Trainer(config)
     assert not Path(config.trainer.run_dir).exists()
-
-
-def test_a_reference_is_loaded_only_if_it_is_another_model(make_config: MakeConfig, tmp_path: Path) -> None:
-    def path(*overrides: str) -> str | None:
-        config = make_config(*overrides)
-        return actor_settings(config, config.model.path, "cpu").reference_path
-
-    own, kl = make_config().model.path, "algorithm.kl.coefficient=0.1"
-    assert path(kl) == own
-    assert path(*LORA, kl) is None
-    assert path(*LORA, kl, f"algorithm.kl.reference={own}") is None
-    assert path(*LORA, kl, f"algorithm.kl.reference={tmp_path}") == str(tmp_path)
 
 
 def test_explain_tells_what_is_learnt_and_what_that_takes(make_config: MakeConfig) -> None:
@@ -172,6 +162,5 @@ def test_explain_tells_what_is_learnt_and_what_that_takes(make_config: MakeConfi
     assert "(shared with the actor)" not in text
     assert "# adapters" not in explanation(make_config())
     assert "engines get whole weights, with adapters merged" in text
-    alone = explanation(make_config(*LORA, "actor.lora.send=adapters"))
+    alone = explanation(make_config(*LORA, "actor.lora.send=adapters", "rollout.placement=standalone"))
     assert f"engines get the adapters alone: {4 * num_learnt / 1e6:.3g} MB a version" in alone
-    assert "the adapted layers without adapters, for merging, on the host" in alone

@@ -11,7 +11,7 @@ from practicum.controller import Controller, open_controller
 from practicum.errors import RolloutError
 from practicum.loop.explain import explanation
 from practicum.loop.run_folder import read_metrics
-from practicum.loop.writers import ActorWeights, actor_settings, open_learners, writer_problems
+from practicum.loop.writers import ActorWeights, open_learners, writer_problems
 from tests.rollout import talks
 from tests.rollout.remote.test_openai import ModelServer
 from tests.rollout.writers import requests_of
@@ -33,8 +33,8 @@ def two_servers(tiny_model: Path) -> Iterator[list[str]]:
 
 def test_hybrid_writers_are_a_role_of_the_learners(make_config: MakeConfig, local: Controller) -> None:
     config = make_config()
-    with open_learners(config, local, config.model.path) as (actors, _, manager):
-        assert [replica.name for replica in manager.replicas] == [actors.name] == ["learners"]
+    with open_learners(config, local, config.model.path) as (groups, manager):
+        assert [replica.name for replica in manager.replicas] == [groups.actors.name] == ["learners"]
         manager.update_weights(3)
         answers = [answer for some in manager.write(requests_of(3)) for answer in some]
         assert {int(version) for answer in answers for version in answer.sample.versions} == {3}
@@ -42,18 +42,13 @@ def test_hybrid_writers_are_a_role_of_the_learners(make_config: MakeConfig, loca
 
 def test_others_have_the_learners_weights_sent_and_compared(make_config: MakeConfig, local: Controller) -> None:
     config = make_config("rollout.placement=standalone")
-    with open_learners(config, local, config.model.path) as (actors, _, manager):
+    with open_learners(config, local, config.model.path) as (groups, manager):
         assert [replica.name for replica in manager.replicas] == ["rollout-0"]
         manager.update_weights(3)
-        weights = ActorWeights(actors, "float32", 60.0)
+        weights = ActorWeights(groups.actors, "float32", 60.0)
         sequences = requests_of(1)[0].prompt_ids
         (trainers,), (own,) = weights.log_probs([sequences]), manager.replicas[0].log_probs([sequences])
         assert abs(trainers - own).max() < 1e-5
-
-
-def test_settings_of_the_actor_are_those_of_the_config(make_config: MakeConfig) -> None:
-    settings = actor_settings(make_config("actor.mini_batches=2", "trainer.steps=7", "actor.lr=0.5"), "there", "cpu")
-    assert (settings.model_path, settings.device, settings.num_updates, settings.lr) == ("there", "cpu", 14, 0.5)
 
 
 def test_a_run_writes_with_servers_behind_a_router(

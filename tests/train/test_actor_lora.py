@@ -15,7 +15,7 @@ from practicum.adapters import LoraSettings
 from practicum.controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, WorkerGroup
 from practicum.errors import ModelError, WorkerError
 from practicum.models import load_model
-from practicum.train import ActorWorker
+from practicum.train import ActorWorker, ReferenceWorker
 from practicum.train import actor as actor_module
 from practicum.weights import ChannelSettings, WeightReceiver
 from practicum.weights.fingerprint import make_sequences
@@ -30,6 +30,7 @@ from tests.train.test_actor import (
     settings,
     updated,
 )
+from tests.train.test_reference import reference
 from tests.weights.families import save_family
 
 LORA = LoraSettings(4, 8)
@@ -122,7 +123,7 @@ def test_nor_on_the_number_of_ranks(mode: str, tiny_model: Path, tmp_path: Path,
         group = RayWorkerGroup(pool, packed, name="actors")
         try:
             two, same_weights = updated(group, tmp_path / "two", budget=40, parts=2, samples=samples)
-            said = group.map(ActorWorker.reference_log_probs, mini_batches(PLACED, 2, 40))
+            said = group.map(ActorWorker.base_log_probs, mini_batches(PLACED, 2, 40))
             group.execute_all(ActorWorker.open_channel, "shm", ChannelSettings())
             ticket, _ = group.execute_all(ActorWorker.send, 1, "bfloat16")
             sent = {name: tensor.clone() for name, tensor in WeightReceiver().receive(ticket).tensors}
@@ -133,31 +134,24 @@ def test_nor_on_the_number_of_ranks(mode: str, tiny_model: Path, tmp_path: Path,
     for name, parameter in same_weights.items():
         assert torch.equal(sent.pop(name), parameter.detach().bfloat16()), name
     assert not sent
-    with frozen_copy(tiny_model) as other:
-        (apart,) = other.map(ActorWorker.reference_log_probs, mini_batches(PLACED, 1, 40))
+    with reference(tiny_model) as other:
+        (apart,) = other.map(ReferenceWorker.log_probs, mini_batches(PLACED, 1, 40))
     together = {place: array for rank in said for place, array in rank.items()}
     assert together.keys() == apart.keys()
     assert all(abs(together[place] - apart[place]).max() < 1e-5 for place in apart)
-
-
-@contextmanager
-def frozen_copy(model: Path) -> Iterator[WorkerGroup[ActorWorker]]:
-    """An actor with a reference that was loaded by itself."""
-    with one_actor(model, lora=None, reference_path=str(model)) as group:
-        yield group
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_reference_is_the_model_without_adapters_and_no_second_one(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
 ) -> None:
-    with frozen_copy(tiny_model) as group:
-        (expected,) = group.map(ActorWorker.reference_log_probs, mini_batches(PLACED, 1, 40))
+    with reference(tiny_model) as group:
+        (expected,) = group.map(ReferenceWorker.log_probs, mini_batches(PLACED, 1, 40))
     loaded: list[str] = []
     monkeypatch.setattr(actor_module, "load_model", lambda path: loaded.append(path) or load_model(path))
     with one_actor(tiny_model, gradient_checkpointing=checkpointing) as group:
         for step in range(3):  # first before anything is learnt
-            (said,) = group.map(ActorWorker.reference_log_probs, mini_batches(PLACED, 1, 40))
+            (said,) = group.map(ActorWorker.base_log_probs, mini_batches(PLACED, 1, 40))
             assert said.keys() == expected.keys()
             assert all(abs(said[place] - expected[place]).max() < 1e-6 for place in said)
             (stats,) = group.map(ActorWorker.update, mini_batches(PLACED, 1, 40), step + 1)

@@ -66,13 +66,20 @@ class LoraConfig(Section):
     the output layer and those that choose among experts. Experts whose weights are one tensor cannot have any."""
 
     send: Literal["merged", "adapters"] = "merged"
-    """What engines get. adapters: them alone, a few MB instead of the model. native and hf merge them with the files at
-    model.path, vLLM computes with them beside the model."""
+    """What engines in processes of their own get. adapters: them alone, a few MB instead of the model. native and hf
+    merge them with the files at model.path, vLLM computes with them beside the model."""
 
     @property
     def scale_by(self) -> int:
         """Alpha as it counts."""
         return 2 * self.rank if self.alpha is None else self.alpha
+
+    def check_placement(self, rollout: str) -> None:
+        if self.send == "adapters" and rollout == "hybrid":
+            raise ValueError(
+                "actor.lora.send=adapters is for engines that weights are sent to, and with rollout.placement=hybrid "
+                "they are in the engine's process already: leave it at merged, or set another rollout.placement"
+            )
 
     @model_validator(mode="after")
     def _some_targets(self) -> Self:

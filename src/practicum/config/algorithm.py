@@ -45,11 +45,16 @@ class KLConfig(Section):
     """A divergence per token to seek: after each step the coefficient rises or falls by up to 2 %. None: it stays."""
     reference: str | None = Field(default=None, min_length=1)
     """The model not to stray from, a folder or a hub name. None: the one that the run started from."""
+    placement: Literal["hybrid", "colocated", "standalone"] = "hybrid"
+    """Where that model is. hybrid: in the actor's processes. colocated: in processes of its own on the same places.
+    standalone: on places of its own, as many as trainer.num_workers."""
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
-        if self.coefficient == 0 and (self.target is not None or self.reference is not None):
-            raise ValueError("algorithm.kl: target and reference do nothing while coefficient is 0: set it above")
+        if self.coefficient == 0 and (self.target, self.reference, self.placement) != (None, None, "hybrid"):
+            raise ValueError(
+                "algorithm.kl: target, reference and placement do nothing while coefficient is 0: set it above"
+            )
         if self.coefficient > 0 and self.place == "loss" and self.estimator == "k1":
             raise ValueError(
                 "algorithm.kl.estimator=k1 holds nothing back in the loss, where its gradient is noise around 0: "

@@ -198,6 +198,11 @@ class Config(Section):
             return False
         return model.replicas == rollout.replicas == "auto" and rollout.engine != "openai"
 
+    @property
+    def placements(self) -> dict[str, str]:
+        """By key, of the models beside the actor's; hybrid where there is none."""
+        return {"critic.placement": self.critic.placement, "algorithm.kl.placement": self.algorithm.kl.placement}
+
     def changes_from(self, other: Config) -> list[str]:
         """`key: old -> new` for every value that differs."""
         mine, theirs = _leaves(self.model_dump()), _leaves(other.model_dump())
@@ -241,11 +246,6 @@ class Config(Section):
                 "actor.router_replay.replay_file: a recording holds no values for a critic to learn from, which "
                 f"algorithm.advantage={self.algorithm.advantage} needs"
             )
-        elif self.critic.placement != "hybrid" and self.controller.backend == "local":
-            raise ValueError(
-                f"critic.placement={self.critic.placement} needs processes of its own, and controller.backend=local "
-                "has one for all: set one of them otherwise"
-            )
         elif self.critic.warmup_steps >= self.trainer.steps:
             raise ValueError(
                 f"critic.warmup_steps={self.critic.warmup_steps} leaves the actor nothing of "
@@ -260,6 +260,14 @@ class Config(Section):
             self.actor.router_replay.check_staleness(self.trainer.staleness)
             self.algorithm.check_staleness(self.trainer.staleness)
         self._check_critic()
+        if self.actor.lora:
+            self.actor.lora.check_placement(self.rollout.placement)
+        for key, placement in self.placements.items():
+            if placement != "hybrid" and self.controller.backend == "local":
+                raise ValueError(
+                    f"{key}={placement} needs processes of its own, and controller.backend=local has one for all: set "
+                    "one of them otherwise"
+                )
         if self.data.prompts_per_step % self.actor.mini_batches:
             raise ValueError(
                 f"data.prompts_per_step={self.data.prompts_per_step} must be a multiple of "

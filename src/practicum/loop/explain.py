@@ -7,8 +7,9 @@ from typing import Any
 
 from practicum.adapters import count_learnt, find_targets
 from practicum.config import Config
+from practicum.loop.settings import lora_settings, reference_path, sent_adapters
 from practicum.loop.trainer import Trainer
-from practicum.loop.writers import lora_settings, reference_path, writer_problems
+from practicum.loop.writers import writer_problems
 from practicum.models import count_weights, empty_model, load_config, num_cores, resolve_device
 from practicum.replay import router_shape
 
@@ -39,8 +40,7 @@ def _placement(config: Config) -> str:
     if config.controller.backend == "local":
         how = "with the actor's weights" if config.rollout.placement == "hybrid" else "with weights of its own"
         writer = f"rollout ({config.rollout.placement}, {config.rollout.engine}, {how})"
-        critic = "critic + " if config.algorithm.needs_critic else ""
-        return f"this process: actor + {critic}{writer}, graders; no Ray, for a debugger"
+        return f"this process: {' + '.join([*_fused(config), writer])}, graders; no Ray, for a debugger"
     workers, device = config.trainer.num_workers, resolve_device(config.trainer.device).type
     where = f"joined at {config.controller.address}" if config.controller.address else "started on this machine"
     threads = config.trainer.threads_per_worker or max(1, num_cores() // workers)
@@ -49,7 +49,7 @@ def _placement(config: Config) -> str:
             f"Ray: {where}; one pool of {workers} process place{'s' if workers > 1 else ''}, each with 1 CPU"
             + (" and 1 GPU" if device == "cuda" else ""),
             f"learners: {workers} x {_learner(config)}, {device}, {threads} thread(s) each",
-            *_critics(config),
+            *_apart(config),
             *_writers(config, device),
             f"graders:  {workers} x reward worker, in the same pool, CPU",
             *_models(config),
@@ -58,15 +58,24 @@ def _placement(config: Config) -> str:
 
 
 def _learner(config: Config) -> str:
-    has_critic = config.algorithm.needs_critic and config.critic.placement == "hybrid"
-    there = {"critic": has_critic, "rollout": config.rollout.placement == "hybrid"}
-    roles = ["actor", *(role for role, is_there in there.items() if is_there)]
+    roles = [*_fused(config), *(["rollout"] if config.rollout.placement == "hybrid" else [])]
     return f"({' + '.join(roles)} fused in one process)" if len(roles) > 1 else roles[0]
 
 
-def _critics(config: Config) -> list[str]:
+def _beside_actors(config: Config) -> dict[str, str]:
+    """The roles that there are, and where."""
+    critics = {"critic": config.critic.placement} if config.algorithm.needs_critic else {}
+    references = {"reference": config.algorithm.kl.placement} if reference_path(config) is not None else {}
+    return {**critics, **references}
+
+
+def _fused(config: Config) -> list[str]:
+    return ["actor", *(role for role, placement in _beside_actors(config).items() if placement == "hybrid")]
+
+
+def _apart(config: Config) -> list[str]:
     where = {"colocated": "in the same pool, in processes of their own", "standalone": "on places of their own"}
-    return [] if config.critic.placement == "hybrid" else [f"critics:  {where[config.critic.placement]}"]
+    return [f"{f'{role}s:':9} {where[at]}" for role, at in _beside_actors(config).items() if at != "hybrid"]
 
 
 def _writers(config: Config, device: str) -> list[str]:
@@ -139,7 +148,7 @@ def _adapters(config: Config) -> str:
             f"{num_learnt:,} parameters are learnt ({num_learnt / num_parameters:.2%} of the model's "
             f"{num_parameters:,}, which stay as they are)",
             "engines get whole weights, with adapters merged"
-            if config.actor.lora is not None and config.actor.lora.send == "merged"
+            if sent_adapters(config) is None
             else f"engines get the adapters alone: {num_learnt * _FLOAT32 / 1e6:,.3g} MB a version",
         ]
     )
@@ -148,13 +157,13 @@ def _adapters(config: Config) -> str:
 def _learnt_memory(config: Config, num_parameters: int) -> dict[str, float]:
     """Weights, gradients and optimizer of the actor, and the reference."""
     workers, settings = config.trainer.num_workers, lora_settings(config)
-    has_reference = reference_path(config) is not None
+    has_reference = reference_path(config) is not None and config.algorithm.kl.placement != "standalone"
     frozen = {f"reference, frozen ({num_parameters:,} parameters / {workers})": 4 * num_parameters / workers}
     if settings is None:
         whole = f"master weights, gradients, AdamW ({num_parameters:,} parameters / {workers})"
         return {whole: 16 * num_parameters / workers, **(frozen if has_reference else {})}
     num_learnt = count_learnt(empty_model(load_config(config.model.path)), settings)
-    within = ", the reference too" if config.algorithm.kl.coefficient > 0 and not has_reference else ""
+    within = ", the reference too" if config.algorithm.kl.coefficient > 0 and reference_path(config) is None else ""
     return {
         f"weights, frozen{within} ({num_parameters:,} parameters / {workers})": 4 * num_parameters / workers,
         f"adapters, gradients, AdamW ({num_learnt:,} parameters / {workers})": 16 * num_learnt / workers,
@@ -178,14 +187,10 @@ def _memory(config: Config) -> str:
     micro = min(config.actor.micro_batch_tokens, config.samples_per_step * config.max_sequence_tokens)
     learnt = micro * config.rollout.max_new_tokens // config.max_sequence_tokens
     more = {}
-    if config.algorithm.needs_critic:
+    if config.algorithm.needs_critic and config.critic.placement != "standalone":
         more[f"critic, its gradients, AdamW (about {num_parameters:,} parameters / {workers})"] = (
             16 * num_parameters / workers
         )
-    lora, settings = config.actor.lora, lora_settings(config)
-    if lora and settings and lora.send == "adapters" and config.rollout.engine in ("native", "hf"):
-        num_adapted = sum(layer.weight.numel() for layer in find_targets(empty_model(hf), settings).values())
-        more["the adapted layers without adapters, for merging, on the host"] = num_adapted * compute_bytes
     layers_kept = 1 if config.actor.gradient_checkpointing else text.num_hidden_layers
     parts = {
         **_learnt_memory(config, num_parameters),

@@ -1,14 +1,14 @@
-"""The roles that learn, and what each gets of a step.
+"""The roles that learn and those they look to, and what each gets of a step.
 
     reference log-probs, values ─▶ (advantages) ─▶ critic: values towards returns ─▶ actor: policy towards advantages
 
-Both are given the same mini-batches, dealt out to ranks and micro-batches once.
+All are given the same mini-batches, dealt out to ranks and micro-batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,19 +20,36 @@ from practicum.controller import WorkerGroup
 from practicum.data import plan_micro_batches
 from practicum.loop.advantages import Batch, variance_explained
 from practicum.loop.metrics import critic_metrics, update_metrics
-from practicum.train import ActorWorker, CriticStats, CriticWorker, MiniBatch, UpdateStats, totals_of
+from practicum.train import (
+    ActorWorker,
+    CriticStats,
+    CriticWorker,
+    MiniBatch,
+    ReferenceWorker,
+    UpdateStats,
+    totals_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LearningGroups:
+    """One worker a rank each, in the same processes or in others."""
+
+    actors: WorkerGroup[ActorWorker]
+    critics: WorkerGroup[CriticWorker] | None
+    references: WorkerGroup[ReferenceWorker] | None
+    """None where there is none, or where it is the actor without its adapters."""
 
 
 class Learners:
-    def __init__(
-        self, config: Config, actors: WorkerGroup[ActorWorker], critics: WorkerGroup[CriticWorker] | None = None
-    ) -> None:
+    def __init__(self, config: Config, groups: LearningGroups) -> None:
         self._config = config
-        self._actors = actors
-        self._critics = critics
-        self.share_rows = actors.execute_rank_zero(ActorWorker.shares_rows)
-        if critics is not None:
-            self.share_rows = self.share_rows and critics.execute_rank_zero(CriticWorker.shares_rows)
+        self._actors, self._critics, self._references = groups.actors, groups.critics, groups.references
+        self.share_rows = self._actors.execute_rank_zero(ActorWorker.shares_rows)
+        if self._critics is not None:
+            self.share_rows &= self._critics.execute_rank_zero(CriticWorker.shares_rows)
+        if self._references is not None:
+            self.share_rows &= self._references.execute_rank_zero(ReferenceWorker.shares_rows)
         kl = config.algorithm.kl
         self._kl = AdaptiveKL(kl.coefficient, kl.target) if kl.target is not None else None
 
@@ -44,12 +61,17 @@ class Learners:
     def look(self, batch: Batch, groups: NDArray[np.int64]) -> Batch:
         """Samples with what models that are not learning have to say of them, where the algorithm wants it."""
         if self._config.algorithm.kl.coefficient > 0:
-            said = _joined(self._actors.map(ActorWorker.reference_log_probs, self._shared_out(batch, groups)))
+            said = _joined(self._reference_log_probs(self._shared_out(batch, groups)))
             batch = [item and replace(item, reference_log_probs=said[item.place]) for item in batch]
         if self._critics is not None:
             said = _joined(self._critics.map(CriticWorker.values, self._shared_out(batch, groups)))
             batch = [item and replace(item, values=said[item.place]) for item in batch]
         return batch
+
+    def _reference_log_probs(self, shared: list[list[MiniBatch]]) -> list[dict[int, NDArray[np.float32]]]:
+        if self._references is None:
+            return self._actors.map(ActorWorker.base_log_probs, shared)
+        return self._references.map(ReferenceWorker.log_probs, shared)
 
     def learn(self, number: int, batch: Batch, groups: NDArray[np.int64]) -> dict[str, float]:
         """One step's updates, and their metrics."""

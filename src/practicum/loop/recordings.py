@@ -7,7 +7,7 @@ from typing import Any
 
 from practicum.config import Config
 from practicum.errors import ConfigError
-from practicum.loop.writers import recorded_shape
+from practicum.loop.settings import recorded_shape
 from practicum.models import empty_model, load_config
 from practicum.replay import Recording, RecordingHeader, recording_header
 

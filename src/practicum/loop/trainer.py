@@ -31,9 +31,10 @@ from practicum.loop.practising import EncodedPrompt, Practised, Practising, Prom
 from practicum.loop.recordings import check_going_on, check_recordings
 from practicum.loop.resampling import num_renewed
 from practicum.loop.run_folder import RunFolder, RunState
+from practicum.loop.settings import check_lora
 from practicum.loop.trackers import check_trackers, open_trackers
 from practicum.loop.validation import check_keep_best, validation_metrics
-from practicum.loop.writers import check_lora, check_writers, open_actors, open_learners
+from practicum.loop.writers import check_writers, open_learners, open_only_learners
 from practicum.models import absolute, encode_prompts, load_config, load_tokenizer
 from practicum.replay import Recording
 from practicum.reward import Progress, check_reward, open_reward_centre
@@ -205,8 +206,7 @@ class Trainer:
                 num_workers=config.trainer.num_workers,
                 use_gpu={"cpu": False, "cuda": True, "auto": None}[config.trainer.device],
                 max_colocate_count=_NUM_GROUPS
-                + (config.rollout.placement == "colocated")
-                + (config.critic.placement == "colocated"),
+                + [config.rollout.placement, *config.placements.values()].count("colocated"),
                 address=config.controller.address,
                 start_timeout_s=config.controller.start_timeout_s,
                 call_timeout_s=config.controller.call_timeout_s,
@@ -215,11 +215,10 @@ class Trainer:
         model_path = absolute(resumed.model_path if resumed else config.model.path)
         if self._repeats is not None:
             self._recording = stack.enter_context(Recording(self._repeats))
-            self._learners = Learners(config, open_actors(config, controller, model_path))
+            groups = stack.enter_context(open_only_learners(config, controller, model_path))
         else:
-            opened = open_learners(config, controller, model_path)
-            actors, critics, self._rollout = stack.enter_context(opened)
-            self._learners = Learners(config, actors, critics)
+            groups, self._rollout = stack.enter_context(open_learners(config, controller, model_path))
+        self._learners = Learners(config, groups)
         if not self._learners.share_rows:
             self._notify("this model cannot keep samples in one row apart: each gets a row of its own, with padding")
         if resumed:

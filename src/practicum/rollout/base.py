@@ -33,7 +33,7 @@ class BaseRollout(ABC):
     eos_ids: Sequence[int]
     """The tokens that end a text."""
     takes_adapters: bool = False
-    """`update_weights` wants adapters as they are, where they come alone; or else what they make of whole weights."""
+    """Whether `update_weights` takes adapters that come alone, where it was made with them; or weights only."""
     _inbox: Inbox | None = None  # of the `generate` under way
 
     @abstractmethod

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from practicum.adapters import Adapted
+from practicum.adapters import LoneAdapters
 from practicum.config import OpenAIConfig, RolloutConfig, VllmConfig
 from practicum.errors import RolloutError
 from practicum.models import DTYPES, load_config, resolve_device
@@ -31,7 +31,7 @@ class EngineSettings:
     max_batch_tokens: int | None = None  # of hf: fewer answers at a time where they are long
     cache_gb: float | None = None
     keep_routes: bool = False
-    adapted: Adapted | None = None  # new weights are adapters alone
+    adapters: LoneAdapters | None = None  # new weights are adapters alone
     stays_loaded: bool = False  # of native and hf on CPUs
     vllm: VllmConfig = field(default_factory=VllmConfig)
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)
@@ -145,7 +145,7 @@ def _vllm(settings: EngineSettings) -> BaseRollout:
         max_batch=settings.max_batch,
         cache_gb=settings.cache_gb,
         keep_routes=settings.keep_routes,
-        adapted=settings.adapted,
+        adapters=settings.adapters,
         timeout_s=settings.timeout_s,
         start_timeout_s=settings.start_timeout_s,
         exchange_dir=settings.exchange_dir,
@@ -163,7 +163,7 @@ def _openai(settings: EngineSettings) -> BaseRollout:
         router=settings.router,
         router_token=settings.router_token,
         max_batch=settings.max_batch,
-        adapted=settings.adapted,
+        adapters=settings.adapters,
         timeout_s=settings.timeout_s,
         exchange_dir=settings.exchange_dir,
     )

@@ -25,9 +25,9 @@ from practicum.controller import Worker
 from practicum.errors import ConversationError, RolloutError, TrainingError
 from practicum.models import DTYPES, load_tokenizer, resolve_device
 from practicum.replay import coded
-from practicum.rollout.adapted import AdapterMerger
 from practicum.rollout.agent.driver import ConversationDriver
 from practicum.rollout.engines import ENGINES, EngineSettings, make_engine
+from practicum.rollout.merging import AdapterMerger
 from practicum.rollout.runner import EngineRunner, Order
 from practicum.types import PackedSamples, RolloutRequest, RoutedExperts, Sample
 from practicum.weights import Place, WeightReceiver, WeightSource, channel_timeout_s
@@ -119,7 +119,7 @@ class RolloutWorker(Worker):
         timeout_s: float = 1800.0,
     ) -> None:
         self._weights_from = weights_from
-        self._receiver = WeightReceiver(channel_timeout_s(timeout_s))
+        self._receiver = WeightReceiver(channel_timeout_s(timeout_s), is_whole=settings.adapters is None)
         self._timeout_s = timeout_s
         self._news = threading.Condition()
         self._round = -1
@@ -131,9 +131,9 @@ class RolloutWorker(Worker):
             torch.set_num_threads(threads)
         self._engine = make_engine(settings)
         self._merger: AdapterMerger | None = None
-        if settings.adapted is not None and not self._engine.takes_adapters:
+        if settings.adapters is not None and not self._engine.takes_adapters:
             device, dtype = resolve_device(settings.device), DTYPES[settings.dtype]
-            self._merger = AdapterMerger(settings.adapted, device, dtype)
+            self._merger = AdapterMerger(settings.adapters, device, dtype)
         runner = EngineRunner(self._engine, is_partial=is_partial)
         self._desk: EngineRunner | ConversationDriver = runner
         try:

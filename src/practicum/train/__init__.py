@@ -3,6 +3,7 @@
 from practicum.train.actor import ActorSettings, ActorWorker, UpdateStats
 from practicum.train.batch import MiniBatch, totals_of
 from practicum.train.critic import CriticSettings, CriticStats, CriticWorker
+from practicum.train.reference import ReferenceSettings, ReferenceWorker
 
 __all__ = [
     "ActorSettings",
@@ -11,6 +12,8 @@ __all__ = [
     "CriticStats",
     "CriticWorker",
     "MiniBatch",
+    "ReferenceSettings",
+    "ReferenceWorker",
     "UpdateStats",
     "totals_of",
 ]

@@ -1,10 +1,10 @@
-"""The actor: one rank of the policy, sharded with FSDP2, and of the reference that it is kept near.
+"""The actor: one rank of the policy, sharded with FSDP2.
 
     MiniBatch ─ pack ─▶ forward ─ log-probs ─▶ objective ─ backward ─▶ (next micro-batch)
                                                                          └▶ clip gradient ─▶ AdamW ─▶ version + 1
 
-With router replay the forward passes are made inside a pass of its session, see replay/session.py. The reference's
-routers choose for themselves. Where adapters are learnt, see adapters.py, the reference is the model without them.
+With router replay the forward passes are made inside a pass of its session, see replay/session.py. Where adapters are
+learnt, see adapters.py, the model without them is a reference too.
 
 Ranks run the same number of micro-batches, so their collectives pair up. The loss of a mini-batch is a sum over all
 tokens of all ranks, weighed by counts over the whole, so the gradient does not depend on how the samples are split.
@@ -26,9 +26,9 @@ from torch import Tensor
 
 from practicum.adapters import (
     LoraSettings,
+    adapters_alone,
     add_adapters,
     load_adapters,
-    lone_adapters,
     merged_weights,
     without_adapters,
 )
@@ -48,12 +48,13 @@ from practicum.data import MicroBatch, pack
 from practicum.errors import WeightsGone
 from practicum.models import DTYPES, load_model, load_tokenizer, resolve_device
 from practicum.replay import Placed, ReplaySession, ReplaySettings, ReplayStats
-from practicum.train.batch import MiniBatch, by_place, model_inputs, on_device, spans_of
+from practicum.train.batch import MiniBatch, model_inputs, on_device, spans_of
 from practicum.train.checkpoint import save_only_adapters, save_rest, save_whole_model
 from practicum.train.cuda import speed_up
-from practicum.train.fsdp import join_ranks, shard, whole
-from practicum.train.learner import Learner, LearnerSettings, reshard
+from practicum.train.fsdp import join_ranks, whole
+from practicum.train.learner import Learner, LearnerSettings
 from practicum.train.model import LogProbModel, keeps_samples_apart
+from practicum.train.reference import log_probs_by_place
 from practicum.types import TrainingSample
 from practicum.weights import ChannelSettings, Place, Sender, Ticket, WeightUpdate, open_sender
 
@@ -64,7 +65,6 @@ class ActorSettings(LearnerSettings):
 
     temperature: float
     objective: Objective = field(default_factory=Objective)
-    reference_path: str | None = None  # where a reference of its own is needed
     lora: LoraSettings | None = None  # None: all weights learn
     sends_adapters: bool = False  # to engines, alone; or else merged weights
     adapters_path: str | None = None  # to go on with, of the model at `model_path`
@@ -152,7 +152,6 @@ class ActorWorker(Worker):
             add_adapters(model, settings.lora, settings.seed)
             if settings.adapters_path is not None:
                 load_adapters(model, settings.adapters_path)
-        self._reference: LogProbModel | None = None
         self._has_joined = False
         self._replay = self._open_replay(model)
         try:
@@ -164,19 +163,10 @@ class ActorWorker(Worker):
             self._has_joined = True
             self._model.is_fast = speed_up(model, self._device, DTYPES[settings.compute_dtype])
             self._learner = Learner("actor", self._model, model, self.mesh, settings)
-            if settings.reference_path is not None:
-                self._reference = self._frozen(settings.reference_path)
         except BaseException:
             self.close()
             raise
         self._sent = (-1, 0)  # the version that was sent last, and after how many updates
-
-    def _frozen(self, path: str) -> LogProbModel:
-        model = load_model(path).eval().requires_grad_(False)
-        frozen = LogProbModel(model)
-        frozen.is_fast = speed_up(model, self._device, DTYPES[self._settings.compute_dtype])
-        shard(frozen, model, self.mesh, DTYPES[self._settings.compute_dtype])
-        return frozen
 
     def close(self) -> None:
         try:
@@ -196,20 +186,14 @@ class ActorWorker(Worker):
         """Whether the model can take several samples in one row; micro-batches are planned accordingly."""
         return self._shares_rows
 
-    @torch.no_grad()
-    def reference_log_probs(self, mini_batches: Sequence[MiniBatch]) -> dict[int, NDArray[np.float32]]:
-        """What the reference makes of the samples of a step, by their places in it."""
-        assert self._reference is not None or self._settings.lora is not None
-        reference = self._reference or self._model
-        found: dict[int, NDArray[np.float32]] = {}
-        with nullcontext() if self._reference is not None else without_adapters(self._model):
-            for samples in (micro for batch in mini_batches for micro in batch.micro_batches):
-                packed = pack(samples, self._shares_rows)
-                inputs, spans = model_inputs(packed, self._device), self._spans(packed.position_ids, reference)
-                log_probs, _ = reference(*inputs, self._settings.temperature, **spans)
-                found |= by_place(samples, packed, log_probs)
-            reshard(reference)
-        return found
+    def base_log_probs(self, mini_batches: Sequence[MiniBatch]) -> dict[int, NDArray[np.float32]]:
+        """What the model without its adapters makes of the samples of a step, by their places in it. Its routers choose
+        for themselves."""
+        assert self._settings.lora is not None
+        with without_adapters(self._model):
+            return log_probs_by_place(
+                self._model, mini_batches, self._settings.temperature, self._device, self._shares_rows
+            )
 
     def update(
         self, mini_batches: Sequence[MiniBatch], step: int = 1, kl_coefficient: float = 0.0, learns: bool = True
@@ -246,7 +230,7 @@ class ActorWorker(Worker):
         All ranks must call it, and ask for all tensors: they are gathered as they are asked for.
         """
         if self._settings.sends_adapters:
-            return WeightUpdate(version, lone_adapters(self._model.model, whole), shared=False)
+            return WeightUpdate(version, adapters_alone(self._model.model, whole), shared=False, is_whole=False)
         wanted = None if dtype is None else DTYPES[dtype]
         if self._settings.lora is not None:
             return WeightUpdate(version, merged_weights(self._model.model, whole, wanted), shared=False)
@@ -378,8 +362,8 @@ class ActorWorker(Worker):
             log_probs, entropy = self._model(*inputs, self._settings.temperature, **spans)
         return log_probs, entropy
 
-    def _spans(self, position_ids: NDArray[np.int64], model: LogProbModel | None = None) -> dict[str, Any]:
-        return spans_of(position_ids, self._device) if (model or self._model).is_fast else {}
+    def _spans(self, position_ids: NDArray[np.int64]) -> dict[str, Any]:
+        return spans_of(position_ids, self._device) if self._model.is_fast else {}
 
     def _losses(self, work: _Micro, totals: Totals, kl_coefficient: float) -> tuple[Tokens, Losses]:
         """This micro-batch's part of the loss of its mini-batch."""

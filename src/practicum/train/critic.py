@@ -14,20 +14,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from practicum.algo import clipped_value_loss
-from practicum.controller import Worker
 from practicum.data import MicroBatch, pack
 from practicum.models import DTYPES, load_model, resolve_device
-from practicum.train.actor import ActorWorker
 from practicum.train.batch import MiniBatch, by_place, model_inputs, on_device, spans_of
 from practicum.train.checkpoint import load_weights, save_weights
 from practicum.train.cuda import speed_up
-from practicum.train.fsdp import join_ranks
+from practicum.train.fsdp import RankBesideActor
 from practicum.train.learner import Learner, LearnerSettings
 from practicum.train.model import ValueModel, keeps_samples_apart
 
@@ -61,7 +57,7 @@ class CriticStats:
         )
 
 
-class CriticWorker(Worker):
+class CriticWorker(RankBesideActor):
     def __init__(self, settings: CriticSettings) -> None:
         torch.set_num_threads(settings.threads)
         self._settings = settings
@@ -71,21 +67,9 @@ class CriticWorker(Worker):
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._model = ValueModel(model)
-        mesh = self._mesh()
+        mesh = self.join(self._device, settings.collective_timeout_s)
         self._model.is_fast = speed_up(model, self._device, DTYPES[settings.compute_dtype])
         self._learner = Learner("critic", self._model, self._model.body, mesh, settings)
-
-    def _mesh(self) -> DeviceMesh:
-        """The actor's, when it lives in the same process."""
-        actor = self.siblings.get("actor")
-        self._joined = not isinstance(actor, ActorWorker)
-        if isinstance(actor, ActorWorker):
-            return actor.mesh
-        return join_ranks(self.context, self._device, self._settings.collective_timeout_s)
-
-    def close(self) -> None:
-        if self._joined:
-            dist.destroy_process_group()
 
     def shares_rows(self) -> bool:
         """Whether the model can take several samples in one row; micro-batches are planned accordingly."""

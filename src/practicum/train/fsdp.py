@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import datetime
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from practicum.controller import WorkerContext
+from practicum.controller import Worker, WorkerContext
 from practicum.errors import ModelError, ResourceError
+
+
+class _HasMesh(Protocol):
+    mesh: DeviceMesh
 
 
 def join_ranks(context: WorkerContext, device: torch.device, timeout_s: float) -> DeviceMesh:
@@ -32,6 +36,26 @@ def join_ranks(context: WorkerContext, device: torch.device, timeout_s: float) -
     return init_device_mesh(device.type, (context.world_size,))
 
 
+class RankBesideActor(Worker):
+    """A rank of a model beside the actor's: in its group of ranks where it lives in its process, else in one of its
+    own."""
+
+    _has_joined = False
+
+    def join(self, device: torch.device, timeout_s: float) -> DeviceMesh:
+        """Once, when it is made."""
+        actor = self.siblings.get("actor")
+        if actor is not None:
+            return cast(_HasMesh, actor).mesh
+        mesh = join_ranks(self.context, device, timeout_s)
+        self._has_joined = True
+        return mesh
+
+    def close(self) -> None:
+        if self._has_joined:
+            dist.destroy_process_group()
+
+
 def shard(root: nn.Module, model: Any, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
     """Shard `model` layer by layer, and `root`, the module around it whose forward is called."""
     layer_classes = set(model._no_split_modules or ())
@@ -45,6 +69,11 @@ def shard(root: nn.Module, model: Any, mesh: DeviceMesh, compute_dtype: torch.dt
         for layer in reversed(layers):  # some families name modules inside one another: the inner ones first
             fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(root, mesh=mesh, mp_policy=policy)
+
+
+def reshard(root: nn.Module) -> None:
+    """After passes without a backward pass: what the root has gathered would stay, and stand for its shards."""
+    cast(FSDPModule, root).reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from practicum.errors import TrainingError
 from practicum.models import DTYPES
 from practicum.train.checkpoint import load_training_state, save_training_state
-from practicum.train.fsdp import shard, whole
+from practicum.train.fsdp import reshard, shard, whole
 from practicum.train.schedule import lr_factor
 
 
@@ -86,8 +85,3 @@ class Learner:
 
     def load(self, folder: Path, rank: int) -> None:
         self.num_updates = load_training_state(self._root, self._optimizer, folder, rank)
-
-
-def reshard(root: nn.Module) -> None:
-    """After passes without a backward pass: what the root has gathered would stay, and stand for its shards."""
-    cast(FSDPModule, root).reshard()

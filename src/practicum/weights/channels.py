@@ -79,10 +79,12 @@ def choose(trainer: Place, engines: Sequence[Place]) -> str:
 class WeightReceiver:
     """The engine's end: knows which version it has, and takes none that is older."""
 
-    def __init__(self, timeout_s: float = 300.0) -> None:
+    def __init__(self, timeout_s: float = 300.0, *, is_whole: bool = True) -> None:
+        """`is_whole`: whether all weights are sent, or adapters alone."""
         self.version = -1
         """The last one that arrived whole."""
         self._timeout_s = timeout_s
+        self._is_whole = is_whole
         self._readers: dict[str, Reader[Any]] = {}
 
     def receive(self, ticket: Ticket) -> WeightUpdate:
@@ -93,7 +95,9 @@ class WeightReceiver:
         if ticket.channel not in self._readers:
             self._readers[ticket.channel] = CHANNELS[ticket.channel].reader()
         tensors = self._readers[ticket.channel].read(ticket, self._timeout_s)
-        return WeightUpdate(ticket.version, self._counted(ticket, tensors), CHANNELS[ticket.channel].is_shared)
+        return WeightUpdate(
+            ticket.version, self._counted(ticket, tensors), CHANNELS[ticket.channel].is_shared, self._is_whole
+        )
 
     def _counted(self, ticket: Ticket, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         num = 0

@@ -11,17 +11,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """Weights of the unsharded model; or, for engines that are made for it, of its adapters alone.
+    """`shared` tensors are the trainer's own memory and change with its next update.
 
-    `shared` tensors are the trainer's own memory and change with its next update. Others are good until the next one is
-    asked for: copy what you keep.
+    Others are good until the next one is asked for: copy what you keep.
     """
 
     version: int
-    tensors: Iterable[tuple[str, Tensor]]  # names and shapes as in the unsharded model, or as adapters have in a folder
+    tensors: Iterable[tuple[str, Tensor]]  # names and shapes as in the unsharded model
     shared: bool
     is_whole: bool = True
-    """All weights; or some, and the others are what they have always been."""
+    """All weights. Else those that are not as in the model's files; or adapters alone, named as in a folder, for who is
+    made to take them."""
 
 
 class WeightSource(Protocol):

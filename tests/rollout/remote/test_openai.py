@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from practicum.adapters import Adapted, lone_adapters, merged_weights
+from practicum.adapters import LoneAdapters, adapters_alone, merged_weights
 from practicum.errors import RolloutError
 from practicum.models import load_model
 from practicum.rollout.remote.openai import OpenAIRollout
@@ -92,10 +92,10 @@ def test_it_sleeps_wakes_up_and_takes_weights_where_the_server_can(tiny_model: P
 def test_adapters_go_out_alone_and_the_server_merges_them(tiny_model: Path) -> None:
     learner = stirred(tiny_model, RANK4)
     with ModelServer(str(tiny_model)) as server:
-        engine = OpenAIRollout([server.url], model_path=str(tiny_model), adapted=Adapted(str(tiny_model), RANK4))
+        engine = OpenAIRollout([server.url], model_path=str(tiny_model), adapters=LoneAdapters(str(tiny_model), RANK4))
         try:
             engine.resume()
-            engine.update_weights(WeightUpdate(1, lone_adapters(learner, torch.Tensor.detach), shared=False))
+            engine.update_weights(WeightUpdate(1, adapters_alone(learner, torch.Tensor.detach), shared=False))
             (sample,) = engine.generate([ask()])
         finally:
             engine.close()

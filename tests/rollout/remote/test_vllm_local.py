@@ -210,16 +210,17 @@ def test_requests_for_a_model_with_adapters_get_those() -> None:
     library = FakeLibrary()
 
     async def work(client: LocalVllm) -> None:
-        async def told(path: str, **body: str) -> None:
-            await client.call("here", "POST", f"/v1/{path}_lora_adapter", body)
+        async def load(**told: str) -> None:
+            await client.call("here", "POST", "/v1/load_lora_adapter", told)
 
         await completed(client, body(2))
         for name in ("m-0", "m-1"):
-            await told("load", lora_name=name, lora_path=f"/{name}")
+            await load(lora_name=name, lora_path=f"/{name}")
             await completed(client, body(2) | {"model": name})
-        await told("unload", lora_name="m-0")
+        with pytest.raises(ServerFailure, match="m-0"):  # its adapters have given way
+            await completed(client, body(2) | {"model": "m-0"})
         with pytest.raises(ServerFailure, match="no such file"):
-            await told("load", lora_name="m-2", lora_path="broken")
+            await load(lora_name="m-2", lora_path="broken")
 
     run(library, work)
     assert library.engine.loaded == [("m-0", 1, "/m-0"), ("m-1", 2, "/m-1")]

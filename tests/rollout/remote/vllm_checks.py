@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from practicum.adapters import Adapted, LoraSettings, adapters_of, lone_adapters
+from practicum.adapters import LoneAdapters, LoraSettings, adapters_alone, adapters_of
 from practicum.errors import RolloutError
 from practicum.models import load_model
 from practicum.rollout.inbox import Inbox, Ticket
@@ -120,18 +120,21 @@ def check_routes(path: Path, **settings: Any) -> None:
 
 
 def check_adapters(path: Path, folder: Path, **settings: Any) -> None:
-    """That it computes with the newest adapters that it was given alone, from the first ones of a run that goes on."""
-    adapted = Adapted(str(path), LoraSettings(4, 6))
-    learner = stirred(path, adapted.settings)
-    save(learner, path, folder)
-    engine = started(folder, adapted=adapted, **settings)
+    """That it computes with the newest adapters that it was given alone, from the first ones of a run that goes on.
+
+    The model they belong to is made of another one and adapters itself.
+    """
+    base = save(stirred(path, LoraSettings(2, 4)), path, folder / "base")
+    lone = LoneAdapters(str(base), LoraSettings(4, 6))
+    learner = stirred(base, lone.settings)
+    engine = started(save(learner, base, folder / "first"), adapters=lone, **settings)
     try:
         assert gap(engine, learner) < 5e-5
         for version in (1, 2, 3):
             before = copy.deepcopy(learner)
             for parameter in adapters_of(learner).values():
                 torch.nn.init.normal_(parameter, std=0.1)
-            engine.update_weights(WeightUpdate(version, lone_adapters(learner, torch.Tensor.detach), shared=False))
+            engine.update_weights(WeightUpdate(version, adapters_alone(learner, torch.Tensor.detach), shared=False))
             assert gap(engine, learner) < 5e-5 < 0.01 < gap(engine, before)
             for params in (SamplingParams(12, num_answers=2, ignore_eos=True), SamplingParams(12, 0.0)):
                 for sample in engine.generate([ask(params)]):

@@ -64,7 +64,7 @@ class ArenaWeights:
             self.is_filled = True
 
     def changed(self) -> None:
-        """All have been written."""
+        """They have been written."""
         self._is_kept, self.is_filled = False, True
 
     def sleep(self) -> None:

@@ -20,8 +20,8 @@ _CONNECT_S = 10.0
 _STOP_S = 10.0
 _MOST_QUOTED = 500
 # What may pass if one tries again: too many at once, or the server (or a router's worker) in trouble.
-_IN_WORDS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # vLLM says that it has done so
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+_IN_WORDS = ("/v1/load_lora_adapter",)  # what is answered with a sentence
 
 
 class ServerFailure(Exception):
@@ -90,7 +90,7 @@ class CompletionsClient:
     async def call(
         self, server: str, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
     ) -> Any:
-        """The JSON answer, None where there is none or none is meant to be read. Raises `ServerFailure`."""
+        """The JSON answer, None where there is none or it is a sentence. Raises `ServerFailure`."""
         timeout_s = timeout_s or self.timeout_s
         try:
             async with asyncio.timeout(timeout_s):

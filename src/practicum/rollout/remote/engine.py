@@ -110,6 +110,8 @@ class Job:
 class RemoteRollout(BaseRollout):
     """`eos_ids` are the tokens that end a text; an answer ends with them, whatever the server believes."""
 
+    takes_adapters = True
+
     def __init__(self, client: Transport, *, tokenizer: Any, eos_ids: Sequence[int], max_batch: int) -> None:
         self._tokenizer = tokenizer
         self.eos_ids = list(eos_ids)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from practicum.adapters import Adapted, write_adapters
+from practicum.adapters import LoneAdapters, write_adapters
 from practicum.errors import RolloutError
 from practicum.models import load_tokenizer
 from practicum.rollout.remote.completions import CompletionsClient, ServerFailure
@@ -51,7 +51,7 @@ class OpenAIRollout(RemoteRollout):
         router: str | None = None,
         router_token: str | None = None,
         max_batch: int = 512,
-        adapted: Adapted | None = None,
+        adapters: LoneAdapters | None = None,
         timeout_s: float = 300.0,
         exchange_dir: str | None = None,
     ) -> None:
@@ -61,8 +61,7 @@ class OpenAIRollout(RemoteRollout):
         self._path = model_path
         self._model = model
         self._exchange_dir = exchange_dir
-        self._adapted = adapted
-        self.takes_adapters = True  # the servers merge them when they load the folder
+        self._adapters = adapters
         super().__init__(
             CompletionsClient(api_key=api_key(api_key_env), timeout_s=timeout_s),
             tokenizer=load_tokenizer(model_path),
@@ -95,10 +94,10 @@ class OpenAIRollout(RemoteRollout):
                 "`practicum serve` can; or use rollout.engine=vllm or native."
             )
         with tempfile.TemporaryDirectory(prefix="weights-", dir=self._exchange_dir) as folder:
-            if self._adapted is None:
+            if self._adapters is None:
                 write_folder(Path(folder), self._path, update.tensors)
-            else:
-                write_adapters(Path(folder), self._adapted, update.tensors)
+            else:  # servers merge them when they load the folder
+                write_adapters(Path(folder), self._adapters, update.tensors)
             self._thread.run(self._give({"path": folder, "version": update.version}))
         self._version = update.version
 

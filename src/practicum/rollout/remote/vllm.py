@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from practicum.adapters import Adapted, holds_adapters, write_adapters
+from practicum.adapters import LoneAdapters, write_adapters
 from practicum.errors import RolloutError
 from practicum.models import absolute, empty_model, load_config, load_tokenizer, plain_path, save_merged
 from practicum.replay import RouterShape, router_shape
@@ -50,7 +50,8 @@ _LOOK_S = 60.0
 _POLL_S = 0.25
 _HEALTH_S = 5.0
 _CONTROL_S = 600.0
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Of adapters that vLLM may be told to have room for."""
 
 
 class VllmRollout(RemoteRollout):
@@ -59,7 +60,7 @@ class VllmRollout(RemoteRollout):
 
     Options are written as on its command line, with underscores: `{"gpu_memory_utilization": 0.5}`. `keep_routes` has
     it return the experts each token was sent to; answers then come whole, so nothing is left of one that is broken off.
-    With `adapted` it has the model that adapters belong to, and computes with both side by side.
+    With `adapters` it has the model that they belong to, and computes with both side by side.
     """
 
     def __init__(
@@ -75,18 +76,16 @@ class VllmRollout(RemoteRollout):
         max_batch: int = 512,
         cache_gb: float | None = None,
         keep_routes: bool = False,
-        adapted: Adapted | None = None,
+        adapters: LoneAdapters | None = None,
         timeout_s: float = 300.0,
         start_timeout_s: float = 900.0,
         exchange_dir: str | None = None,
     ) -> None:
         assert not (in_process and python), "in_process is about the Python we run in"
         check_installed(python, in_process=in_process)
-        self._adapted = adapted
-        self.takes_adapters = adapted is not None
-        self._room = None if adapted is None else _room_for(adapted.settings.rank)
-        path = absolute(model_path)
-        self._path = path if adapted is None else absolute(adapted.base)
+        self._adapters = adapters
+        self._path = absolute(model_path if adapters is None else adapters.base)
+        goes_on = self._path != absolute(model_path)  # with adapters that have been learnt before
         self._can_sleep = device is not None and device.type == "cuda"
         self._exchange_dir = exchange_dir
         self._routers = router_shape(empty_model(load_config(self._path))) if keep_routes else None
@@ -108,13 +107,13 @@ class VllmRollout(RemoteRollout):
         super().__init__(client, tokenizer=tokenizer, eos_ids=eos_ids, max_batch=max_batch)
         self._reads_routes = keep_routes
         self._is_asleep = False
-        self._num_loaded = 0  # adapters, one after the other
+        self._num_loads = 0  # of adapters
         try:
             self._wait_until_healthy(start_timeout_s)
             self._call("/collective_rpc", {"method": "practicum_prepare"})
             self._dialect = self._shake_hands()
-            if path != self._path and holds_adapters(path):
-                self._load_adapters(path)  # those that a run goes on with
+            if goes_on:
+                self._load_adapters(model_path)
         except BaseException:
             self.close()
             raise
@@ -140,15 +139,14 @@ class VllmRollout(RemoteRollout):
 
     def update_weights(self, update: WeightUpdate) -> None:
         assert not self._is_asleep, "update_weights before resume"
-        if self._adapted is None:
+        if self._adapters is None:
             with tempfile.TemporaryDirectory(prefix="weights-", dir=self._exchange_dir) as folder:
                 write_folder(Path(folder), self._path, update.tensors)
                 self._load(folder)
         else:
-            place = self._folder / f"adapters-{self._num_loaded}"  # for as long as they count: it may read them again
-            write_adapters(place, self._adapted, update.tensors)
-            self._load_adapters(str(place))
-            shutil.rmtree(self._folder / f"adapters-{self._num_loaded - 2}", ignore_errors=True)
+            with tempfile.TemporaryDirectory(prefix="adapters-", dir=self._folder) as folder:
+                write_adapters(Path(folder), self._adapters, update.tensors)
+                self._load_adapters(folder)
         # Keys and values of the old weights would be taken for those of the new ones.
         if not self._call("/reset_prefix_cache").get("success"):
             raise RolloutError(f"{self._name} still writes, so its cache cannot be emptied for new weights.")
@@ -158,14 +156,12 @@ class VllmRollout(RemoteRollout):
         self._call("/collective_rpc", {"method": "practicum_load", "args": [folder]})
 
     def _load_adapters(self, folder: str) -> None:
-        """From now on the model of all requests is the one with these."""
-        before = self._known.model
-        name = f"{self._model}-{self._num_loaded}"
+        """From now on the model of all requests is the one with these. vLLM has room for one: they take that of those
+        before, and nobody asks for these any more."""
+        self._num_loads += 1
+        name = f"{self._model}-{self._num_loads}"  # one that failed may be there all the same
         self._call("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
         self._dialect = replace(self._known, model=name)
-        self._num_loaded += 1
-        if before != self._model:
-            self._call("/v1/unload_lora_adapter", {"lora_name": before})
 
     def close(self) -> None:
         """End it. A server also ends with this process, however that comes."""
@@ -201,13 +197,14 @@ class VllmRollout(RemoteRollout):
                 settings["kv_cache_memory_bytes"] = int(cache_gb * 1e9)
         if self._routers is not None:
             settings["enable_return_routed_experts"] = True
-        if self._room is not None:
-            settings |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": self._room}
+        if self._adapters is not None:
+            room = next((most for most in LORA_RANKS if most >= self._adapters.settings.rank), LORA_RANKS[-1])
+            settings |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
         return settings
 
     def _environment(self, cache_gb: float | None) -> dict[str, str]:
         ours = {"VLLM_NO_USAGE_STATS": "1"}
-        if self._adapted is not None:
+        if self._adapters is not None:
             ours["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if not self._can_sleep and cache_gb is not None:
             ours["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(cache_gb)))
@@ -278,16 +275,6 @@ class VllmRollout(RemoteRollout):
         if packed is None:
             raise RolloutError(f"{self._name} returned no routed experts, though it was started to.")
         return decode_routes(packed, self._routers, len(job.prompt) + len(answer.tokens))
-
-
-def _room_for(rank: int) -> int:
-    found = next((most for most in _RANKS if most >= rank), None)
-    if found is None:
-        raise RolloutError(
-            f"vLLM takes adapters of rank {_RANKS[-1]} at most, and actor.lora.rank is {rank}: lower it, or leave "
-            "actor.lora.send at merged."
-        )
-    return found
 
 
 def decode_routes(packed: str | NDArray[Any], routers: RouterShape, num_tokens: int) -> RoutedExperts:

@@ -91,8 +91,8 @@ class LocalVllm:
         self._model = model
         self._orders: queue.SimpleQueue[tuple[Order, Future[Any]] | None] = queue.SimpleQueue()
         self._sinks: dict[str, Callable[[Any], None]] = {}  # by request; for vLLM's thread
-        self._adapters: dict[str, Any] = {}  # by the name of the model with them; likewise
-        self._num_adapters = 0
+        self._adapters: dict[str, Any] = {}  # by the name of the model with them: the newest; likewise
+        self._num_loads = 0
         self._lock = threading.Lock()
         self._ended: BaseException | None = None  # no orders are taken any more
         self._thread = threading.Thread(target=self._run, name="practicum-vllm", daemon=True)
@@ -108,8 +108,6 @@ class LocalVllm:
                     return await self._whole(server, body or {})
                 if path == "/v1/load_lora_adapter":
                     return await self._order(server, partial(self._load_adapters, **(body or {})))
-                if path == "/v1/unload_lora_adapter":
-                    return await self._order(server, partial(self._unload_adapters, **(body or {})))
                 if path not in _CONTROLS:
                     raise ServerFailure(server, f"does not know {path}", may_pass=False, status=404)
                 return await self._order(server, lambda engine: _CONTROLS[path](engine, self._model, body or {}))
@@ -149,7 +147,7 @@ class LocalVllm:
             if body.get("echo"):
                 fields["prompt_logprobs"] = body.get("logprobs")
             params = self._library.params(fields, is_streamed=is_streamed)
-            adapters = self._adapters.get(body["model"])
+            adapters = None if body["model"] == self._model else self._adapters[body["model"]]
             engine.add_request(name, {"prompt_token_ids": list(body["prompt"])}, params, lora_request=adapters)
             self._sinks[name] = sink
 
@@ -236,14 +234,10 @@ class LocalVllm:
             self._sinks.pop(output.request_id, None)
 
     def _load_adapters(self, engine: Any, *, lora_name: str, lora_path: str) -> None:
-        self._num_adapters += 1
-        adapters = self._library.adapters(lora_name, self._num_adapters, lora_path)
+        self._num_loads += 1
+        adapters = self._library.adapters(lora_name, self._num_loads, lora_path)
         engine.add_lora(adapters)
-        self._adapters[lora_name] = adapters
-
-    def _unload_adapters(self, engine: Any, *, lora_name: str) -> None:
-        """As a server does: no request can name them any more. Their room goes to the next."""
-        del self._adapters[lora_name]
+        self._adapters = {lora_name: adapters}
 
     def _drop(self, engine: Any, name: str) -> None:
         if self._sinks.pop(name, None) is not None:

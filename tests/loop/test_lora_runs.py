@@ -142,6 +142,7 @@ def test_mistakes_are_found_before_anything_starts(make_config: MakeConfig, monk
     alone = ("actor.lora.send=adapters", "actor.lora.rank=600", "rollout.placement=standalone", "rollout.engine=vllm")
     problems = writer_problems(make_config(*LORA, *alone, f"rollout.vllm.python={sys.executable}"))
     assert any("rank 512 at most, and actor.lora.rank=600" in problem for problem in problems)
+    assert any("on CPUs vLLM cannot compute a mixture of experts with adapters" in problem for problem in problems)
     with pytest.raises(ModelError, match=r"has no layer 'query'. Linear are q_proj"):
         Trainer(make_config(*LORA, "actor.lora.targets=[query]"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

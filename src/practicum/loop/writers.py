@@ -24,7 +24,8 @@ from practicum.controller import Controller, FusedWorker, RayClassWithInitArgs, 
 from practicum.errors import RolloutError
 from practicum.loop.learners import LearningGroups
 from practicum.loop.settings import actor_settings, critic_settings, reference_settings, sent_adapters
-from practicum.models import num_cores, resolve_device
+from practicum.models import empty_model, load_config, num_cores, resolve_device
+from practicum.replay import find_routers
 from practicum.reward.router import Router
 from practicum.rollout.early import engine_problems, room_problems
 from practicum.rollout.engines import EngineSettings
@@ -164,12 +165,15 @@ def _adapter_problems(config: Config) -> list[str]:
     adapters = sent_adapters(config)
     if adapters is None or config.rollout.engine != "vllm":
         return []
+    on_gpus = resolve_device(config.trainer.device).type == "cuda"
     rank, problems = adapters.settings.rank, []
     if rank > LORA_RANKS[-1]:
         problems += [f"vLLM takes adapters of rank {LORA_RANKS[-1]} at most, and actor.lora.rank={rank}"]
-    if config.model.dtype == "float32" and resolve_device(config.trainer.device).type == "cuda":
+    if on_gpus and config.model.dtype == "float32":
         problems += ["on GPUs vLLM computes with adapters in bfloat16, and model.dtype=float32"]
-    return [f"{problem}: change that, or set actor.lora.send=merged." for problem in problems]
+    if not on_gpus and find_routers(empty_model(load_config(config.model.path))):
+        problems += ["on CPUs vLLM cannot compute a mixture of experts with adapters"]
+    return [f"{problem}: set actor.lora.send=merged." for problem in problems]
 
 
 class ActorWeights:

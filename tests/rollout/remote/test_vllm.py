@@ -29,12 +29,13 @@ from tests.rollout.remote.vllm_checks import (
     ask,
     check_adapters,
     check_routes,
+    gap,
     reload_as_vllm_does,
     save_model,
     started,
 )
 from tests.rollout.writers import ModelWeights
-from tests.test_adapters import save_adapted
+from tests.test_adapters import save, save_adapted, stirred
 
 PYTHON = os.environ.get("PRACTICUM_VLLM_PYTHON")
 needs_vllm = pytest.mark.skipif(PYTHON is None, reason="PRACTICUM_VLLM_PYTHON names no Python with vLLM")
@@ -155,9 +156,20 @@ def test_routed_experts_are_those_of_transformers(tmp_path: Path, monkeypatch: p
 
 @needs_vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_adapters_alone_are_computed_with(family: str, tmp_path: Path) -> None:
-    check_adapters(save_model(tmp_path, family), tmp_path / "adapters", python=PYTHON)
+def test_adapters_alone_are_computed_with(tmp_path: Path) -> None:
+    check_adapters(save_model(tmp_path, "llama"), tmp_path / "adapters", python=PYTHON)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_a_run_goes_on_with_adapters_that_are_merged_for_it(tmp_path: Path) -> None:
+    path = save_model(tmp_path, "qwen3_moe")
+    learner = stirred(path)
+    engine = started(save(learner, path, tmp_path / "adapters"), python=PYTHON)
+    try:
+        assert gap(engine, learner) < 5e-5
+    finally:
+        engine.close()
 
 
 @needs_vllm

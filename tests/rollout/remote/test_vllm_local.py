@@ -298,9 +298,8 @@ def test_it_is_all_in_this_process(tiny_model: Path) -> None:
 
 @needs_vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_adapters_alone_are_computed_with(family: str, tmp_path: Path) -> None:
-    check_adapters(save_model(tmp_path, family), tmp_path / "adapters", in_process=True)
+def test_adapters_alone_are_computed_with(tmp_path: Path) -> None:
+    check_adapters(save_model(tmp_path, "llama"), tmp_path / "adapters", in_process=True)
 
 
 @needs_vllm

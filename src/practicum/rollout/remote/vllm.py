@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from practicum.adapters import LoneAdapters, write_adapters
+from practicum.adapters import LoneAdapters, find_targets, write_adapters
 from practicum.errors import RolloutError
 from practicum.models import absolute, empty_model, load_config, load_tokenizer, plain_path, save_merged
 from practicum.replay import RouterShape, router_shape
@@ -198,8 +198,7 @@ class VllmRollout(RemoteRollout):
         if self._routers is not None:
             settings["enable_return_routed_experts"] = True
         if self._adapters is not None:
-            room = next((most for most in LORA_RANKS if most >= self._adapters.settings.rank), LORA_RANKS[-1])
-            settings |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+            settings |= _lora_settings(self._adapters)
         return settings
 
     def _environment(self, cache_gb: float | None) -> dict[str, str]:
@@ -275,6 +274,14 @@ class VllmRollout(RemoteRollout):
         if packed is None:
             raise RolloutError(f"{self._name} returned no routed experts, though it was started to.")
         return decode_routes(packed, self._routers, len(job.prompt) + len(answer.tokens))
+
+
+def _lora_settings(adapters: LoneAdapters) -> dict[str, Any]:
+    room = next((most for most in LORA_RANKS if most >= adapters.settings.rank), LORA_RANKS[-1])
+    targets = find_targets(empty_model(load_config(adapters.base)), adapters.settings)
+    # Else all layers are made ready for adapters, also those that have none.
+    names = sorted({name.rpartition(".")[2] for name in targets})
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room, "lora_target_modules": names}
 
 
 def decode_routes(packed: str | NDArray[Any], routers: RouterShape, num_tokens: int) -> RoutedExperts:

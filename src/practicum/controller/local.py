@@ -64,7 +64,9 @@ class LocalWorkerGroup(WorkerGroup[W]):
         return dict.fromkeys(range(self.world_size), stack_of_this_process())
 
     def _build(self) -> None:
+        """All or none are there for calls, which may come from another thread."""
         port = free_port()
+        built: list[WorkerHost] = []
         try:
             for rank in range(self.world_size):
                 context = WorkerContext(
@@ -76,11 +78,14 @@ class LocalWorkerGroup(WorkerGroup[W]):
                     master_port=port,
                     meshes=self._meshes,
                 )
-                self._hosts.append(WorkerHost())
-                self._hosts[-1].build(self._packed, context)
+                built.append(WorkerHost())
+                built[-1].build(self._packed, context)
         except BaseException:
-            self.shutdown()
+            with ExitStack() as stack:
+                for host in built:
+                    stack.callback(host.close)
             raise
+        self._hosts.extend(built)
 
     def _send(
         self, call: Call, ranks: Sequence[int], answering: Sequence[int]

@@ -143,7 +143,7 @@ def test_versions_may_go_back(scene: Scene) -> None:
 def test_with_none_left_all_are_named(scene: Scene) -> None:
     scene.update(1)
     for server in scene.servers:
-        server.delay_s = 0.1
+        server.delay_s = 1.0  # nothing is finished before they die, however busy the machine is
     dying = [threading.Timer(0.2, scene.kill, [server]) for server in scene.servers]
     for timer in dying:
         timer.start()

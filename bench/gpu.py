@@ -7,13 +7,14 @@
     grpo        whole training steps through Ray against TRL, with their phases and how idle the device is
 
 A part that fails is named in the file and makes the exit code 1; the others stay. `--quick` takes small shapes,
-`--part` only some, `--peer none` ours alone. Models are of bfloat16 with random weights, see gpu_models.py.
+`--part` only some, `--peer none` ours alone; what is not all of it goes where `--out` says. Models are of bfloat16 with random weights, see gpu_models.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import shlex
 import statistics
 import sys
 import tempfile
@@ -212,27 +213,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--peer", choices=["none"])
     parser.add_argument("--part", action="append", choices=[*PARTS, "grpo"])
     parser.add_argument("--case", action="append", choices=CASES, help="of grpo")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for gpu.json, if not bench/results")
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(arguments)
-    where = environment("python -m bench.gpu") | {"device": torch.cuda.get_device_name()}
+    if options.out is None and (options.quick or options.part or options.case):
+        parser.error("--quick, --part and --case need --out FOLDER: what they find must not stand for all of it.")
+    out = options.out or ROOT / "bench" / "results"
+    where = environment(shlex.join(["python", "-m", "bench.gpu", *arguments])) | {
+        "device": torch.cuda.get_device_name()
+    }
     rows: list[Row] = []
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
         work = Work(Path(name), options.quick, options.peer != "none", 1 if options.quick else 2)
-        for part in options.part or [*PARTS, "grpo"]:
+        parts = dict(PARTS)
+        for case in options.case or CASES:
+            parts[f"grpo {case}"] = lambda work, case=case: grpo_rows(case, work.seen, quick=work.quick, peer=work.peer)
+        for part in [name for name in parts if options.part is None or name.split()[0] in options.part]:
             began = time.monotonic()
             try:
-                if part == "grpo":
-                    more, phases = grpo_rows(options.case or CASES, quick=work.quick, peer=work.peer)
-                    rows += more
-                    where["phases_s"] = phases
-                else:
-                    rows += PARTS[part](work)
+                rows += parts[part](work)
             except Exception as error:
                 traceback.print_exc()
                 failed[part] = f"{type(error).__name__}: {error}"
             print(f"{part}: {time.monotonic() - began:.0f} s", flush=True)
-            write_json(options.out / "gpu.json", rows, where | work.seen | {"failed": failed})  # what there is so far
+            write_json(out / "gpu.json", rows, where | work.seen | {"failed": failed})  # what there is so far
             gc.collect()
             torch.cuda.empty_cache()
     print_table("gpu", rows)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from bench.gpu_models import save_shape
 from bench.grpo_work import Job, write_prompts
@@ -26,29 +26,22 @@ QUICK_WORK: dict[str, int] = {"prompts_per_step": 4, "answers_per_prompt": 4, "m
 _SMALL = {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 4096, "intermediate_size": 512}
 
 
-def grpo_rows(
-    cases: Sequence[str], *, quick: bool, peer: bool, folder: Path | None = None
-) -> tuple[list[Row], dict[str, object]]:
+def grpo_rows(case: str, seen: dict[str, Any], *, quick: bool, peer: bool) -> list[Row]:
+    """`seen` is told what a step of each side is made of."""
     plan = Plan(warmup_steps=1 if quick else 2, num_rounds=1 if quick else 3, steps_per_turn=1)
-    rows: list[Row] = []
-    seen: dict[str, object] = {}
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
-        folder = folder or Path(name)
-        prompts = folder / "prompts.jsonl"
+        folder = Path(name)
+        prompts, model = folder / "prompts.jsonl", folder / case
         write_prompts(prompts, num_words=PROMPT_WORDS)
-        for case in cases:
-            model = folder / case
-            if not model.exists():
-                save_shape(case, model, **(_SMALL if quick else {}))
-            job = Job(
-                str(model), str(prompts), str(folder / f"{case}-run"), 8, **(QUICK_WORK if quick else WORK),
-                device="cuda", dtype="bfloat16", max_prompt_tokens=256, micro_batch_tokens=32_768,
-                replay="R3" if case == "moe" else "disabled",
-            )  # fmt: skip
-            tallies = _contest(folder, job, plan, peer=peer and find_spec("trl") is not None)
-            rows += _rows(case, tallies)
-            seen[case] = {name: tally.parts() for name, tally in tallies.items()}
-    return rows, seen
+        save_shape(case, model, **(_SMALL if quick else {}))
+        job = Job(
+            str(model), str(prompts), str(folder / f"{case}-run"), 8, **(QUICK_WORK if quick else WORK),
+            device="cuda", dtype="bfloat16", max_prompt_tokens=256, micro_batch_tokens=32_768,
+            replay="R3" if case == "moe" else "disabled",
+        )  # fmt: skip
+        tallies = _contest(folder, job, plan, peer=peer and find_spec("trl") is not None)
+    seen[f"grpo {case}, s of a step"] = {name: tally.parts() for name, tally in tallies.items()}
+    return _rows(case, tallies)
 
 
 def _contest(folder: Path, job: Job, plan: Plan, *, peer: bool) -> dict[str, Tally]:
@@ -70,4 +63,6 @@ def _rows(case: str, tallies: dict[str, Tally]) -> list[Row]:
     parts = ours.parts()
     rows = [Row(f"grpo {case}", "tokens/s", ours.rate, theirs.rate if theirs else None, name)]
     rows += [Row(f"grpo {case}", f"{part} s", parts[part], better="lower") for part in PHASES]
-    return [*rows, Row(f"grpo {case}", "device idle share", parts["device_idle"] / parts["step"], better="lower")]
+    if "device_idle" in parts:
+        rows += [Row(f"grpo {case}", "device idle share", parts["device_idle"] / parts["step"], better="lower")]
+    return rows

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -54,7 +55,11 @@ def config(job: Job) -> Config:
 
 @contextmanager
 def idle_share() -> Iterator[dict[str, float]]:
-    """How much of the time inside the block no kernel ran on the device, by what its driver says."""
+    """How much of the time inside the block no kernel ran on the device, by what its driver says; nothing where there is
+    no nvidia-ml-py to ask it by."""
+    if find_spec("pynvml") is None:
+        yield {}
+        return
     import pynvml
 
     pynvml.nvmlInit()

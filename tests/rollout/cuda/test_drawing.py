@@ -54,13 +54,16 @@ def test_tokens_are_drawn_as_ever(number: int) -> None:
         assert positions[slots[row]] == 3 + number
 
 
-def test_logits_that_are_no_numbers_are_told() -> None:
-    logits = random(1, 100)
-    logits[0, 7] = float("nan")
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize(("words", "broken"), [(100, [7]), (9001, [9000]), (9001, list(range(9001)))])
+def test_logits_that_are_no_numbers_are_told(temperature: float, words: int, broken: list[int]) -> None:
+    logits = random(1, words)
+    logits[0, broken] = float("nan")
     one, zero = torch.ones(2, device=DEVICE), ints([0, 0])
-    seeds, out = torch.zeros(2, dtype=torch.int64, device=DEVICE), random(1)
+    seeds, out, tokens = torch.zeros(2, dtype=torch.int64, device=DEVICE), random(1), ints([0])
     draw(
-        logits, ints([0]), 1, one, zero, one, seeds, seeds, zero, zero.clone(), seeds.clone(), ints([0]), out,
-        narrows=False,
+        logits, ints([0]), 1, one * temperature, zero, one, seeds, seeds, zero, zero.clone(), seeds.clone(), tokens,
+        out, narrows=False,
     )  # fmt: skip
     assert out.isnan().all()
+    assert 0 <= tokens.item() < words  # the next step looks it up

@@ -65,13 +65,22 @@ class Arena:
         if self._handle is not None:
             return
         wanted = self.num_bytes if num_bytes is None else -(-num_bytes // self._step) * self._step
-        handle, size = ctypes.c_uint64(), ctypes.c_size_t(wanted)
         try:
-            self._create(handle, size)
+            self._handle, self.num_mapped = self._backed(wanted), wanted
         except MemoryError:
             raise ResourceError(
                 f"{gigabytes(wanted)} of {self._device} are wanted, and {gigabytes(free_bytes(self._device))} are free."
             ) from None
+
+    def _backed(self, num_bytes: int) -> ctypes.c_uint64:
+        """The handle of so much memory behind the first addresses. `MemoryError` where there is not as much."""
+        handle, size = ctypes.c_uint64(), ctypes.c_size_t(num_bytes)
+        arguments = ctypes.byref(handle), size, ctypes.byref(self._properties), ctypes.c_uint64(0)
+        try:
+            _call("cuMemCreate", *arguments)
+        except MemoryError:
+            torch.cuda.empty_cache()  # what torch keeps for itself is not free
+            _call("cuMemCreate", *arguments)
         address = ctypes.c_uint64(self._address)
         try:
             _call("cuMemMap", address, size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
@@ -84,15 +93,7 @@ class Arena:
         except BaseException:
             _call("cuMemRelease", handle)
             raise
-        self._handle, self.num_mapped = handle, wanted
-
-    def _create(self, handle: ctypes.c_uint64, size: ctypes.c_size_t) -> None:
-        arguments = ctypes.byref(handle), size, ctypes.byref(self._properties), ctypes.c_uint64(0)
-        try:
-            _call("cuMemCreate", *arguments)
-        except MemoryError:
-            torch.cuda.empty_cache()  # what torch keeps for itself is not free
-            _call("cuMemCreate", *arguments)
+        return handle
 
     def unmap(self) -> None:
         """Give the memory back. Does nothing when there is none."""

@@ -158,6 +158,7 @@ def _draw(
     token = stretch * BLOCK + place
     top = tl.sum(tl.where(each == top_stretch, tl.load(base + 3, mask=is_there, other=0.0), 0.0), 0)
     token = tl.where(warm > 0, token, top_stretch * BLOCK + top.to(tl.int32))
+    token = tl.minimum(token, num - 1)  # where logits are no numbers
     chosen = tl.load(logits + row * num + token).to(tl.float32) / temperature
     tl.store(out_tokens + row, token)
     tl.store(out_log_probs + row, chosen - largest - tl.log(total))

@@ -82,6 +82,7 @@ class CudaRollout(ContinuousRollout):
         try:
             self._weights.map()
             if self._cache is None:
+                self._weights.fill()  # it is tried out with them
                 self._open()
             else:
                 self._map(self._cache, min(self._cache_bytes, self._room()))
@@ -91,12 +92,12 @@ class CudaRollout(ContinuousRollout):
         self._awake = True
 
     def release(self) -> None:
-        self._weights.sleep()
+        self._awake = False
         if self._cache is not None:
             self._cache.unmap()
+        self._weights.sleep()
         if not self._beside_trainer:
             give_back_memory(self._device)
-        self._awake = False
 
     def update_weights(self, update: WeightUpdate) -> None:
         self._weights.map()

@@ -36,15 +36,19 @@ def _route(
     which = tl.arange(0, K_BLOCK)
     x = tl.load(logits + token * EXPERTS + at, mask=at < EXPERTS, other=float("-inf")).to(tl.float32)
     shared = tl.exp(x - tl.max(x, 0))
-    left = tl.where(at < EXPERTS, shared / tl.sum(shared, 0), -1.0)
+    left = tl.where(at < EXPERTS, shared / tl.sum(shared, 0), -2.0)
+    # What is no number must not send it beyond the experts there are, or twice to one: it goes on as a share.
+    broken = tl.sum(tl.where(left == left, 0, 1), 0)
+    left = tl.where(left == left, left, -1.0)
     own = tl.zeros([K_BLOCK], tl.float32)
     chosen = tl.zeros([K_BLOCK], tl.int32)
     for number in tl.static_range(K):
         share, expert = tl.max(left, 0, return_indices=True)
         own = tl.where(which == number, share, own)
         chosen = tl.where(which == number, expert, chosen)
-        left = tl.where(at == expert, -1.0, left)
+        left = tl.where(at == expert, -2.0, left)
     is_one = which < K
+    own = tl.where(broken > 0, float("nan"), own)
     if NORMS:
         own = own / tl.sum(own, 0)
     if ROUNDS:

@@ -7,7 +7,8 @@
     grpo        whole training steps through Ray against TRL, with their phases and how idle the device is
 
 A part that fails is named in the file and makes the exit code 1; the others stay. `--quick` takes small shapes,
-`--part` only some, `--peer none` ours alone; what is not all of it goes where `--out` says. Models are of bfloat16 with random weights, see gpu_models.py.
+`--part` only some, `--peer none` ours alone; what is not all of it goes where `--out` says. Models are of bfloat16 with
+random weights, see gpu_models.py.
 """
 
 from __future__ import annotations

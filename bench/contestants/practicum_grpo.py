@@ -55,8 +55,8 @@ def config(job: Job) -> Config:
 
 @contextmanager
 def idle_share() -> Iterator[dict[str, float]]:
-    """How much of the time inside the block no kernel ran on the device, by what its driver says; nothing where there is
-    no nvidia-ml-py to ask it by."""
+    """How much of the time inside the block no kernel ran on the device, by what its driver says. Nothing where
+    there is no nvidia-ml-py to ask it by."""
     if find_spec("pynvml") is None:
         yield {}
         return

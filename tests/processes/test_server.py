@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
 import signal
@@ -21,10 +22,10 @@ from tests.processes.works import CannotPrepare, Tricks
 
 
 class Server:
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, least_fd: int = 0) -> None:
         self.connection, theirs = socket.socketpair()
         self.connection.settimeout(20)
-        with theirs:
+        with theirs, socket.socket(fileno=fcntl.fcntl(theirs, fcntl.F_DUPFD, least_fd)) as theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "practicum.processes.server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
@@ -76,6 +77,17 @@ def test_processes_are_forked_with_the_work_made_ready(server: Server) -> None:
     ended = [server.hear() for _ in lines]
     assert {message[:2] for message in ended} == {("ended", pid) for _, pid in lines}
     assert {message[2] for message in ended} == {0}
+
+
+def test_a_process_with_many_open_files_has_one_too() -> None:
+    server = Server(Tricks(), least_fd=1024)
+    assert server.hear() == ("ready", "")
+    line, pid = server.fork()
+    line.sendall(packed((1, ("pid", None))))
+    assert receive(line, Unpacker()) == [(1, True, pid, False)]
+    line.close()
+    server.connection.close()
+    assert server.process.wait(10) == 0
 
 
 def test_a_process_is_killed_when_asked_and_its_end_is_told(server: Server) -> None:

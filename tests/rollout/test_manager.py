@@ -20,6 +20,7 @@ from practicum.errors import RolloutError, WorkerDied, WorkerError
 from practicum.rollout.manager import RolloutManager
 from practicum.rollout.placement import ReplicaSettings, open_replicas
 from practicum.rollout.replica import RolloutReplica
+from practicum.rollout.sampling import draw
 from practicum.rollout.writing import Answer, HandingOut
 from practicum.types import RolloutRequest, Sample
 from tests.rollout.test_writing import FakeReplica
@@ -208,8 +209,14 @@ def test_weights_that_did_not_arrive_right_are_noticed(
     assert versions(list(written(in_process, requests_of(4)).values())) == [[in_process.version]] * 4
 
 
-def test_with_partial_rollout_answers_go_on_under_new_weights(in_process: RolloutManager) -> None:
+def test_with_partial_rollout_answers_go_on_under_new_weights(in_process: RolloutManager, monkeypatch: Any) -> None:
     over = threading.Event()
+
+    def slow_draw(*arguments: Any) -> Any:  # so that answers take longer than a worker waits for more of them
+        time.sleep(0.005)
+        return draw(*arguments)
+
+    monkeypatch.setattr("practicum.rollout.hf.draw", slow_draw)
 
     def update() -> None:
         for version in itertools.count(2):

@@ -46,9 +46,12 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         unpacker = Unpacker()
+        poll = select.poll()  # `select.select` cannot watch numbers from 1,024 on, and it has its from another process
+        for fd in (self._connection.fileno(), ring):
+            poll.register(fd, select.POLLIN)
         try:
             while True:
-                ready, _, _ = select.select([self._connection.fileno(), ring], [], [])
+                ready = {fd for fd, _ in poll.poll()}
                 if ring in ready:
                     os.read(ring, 4096)
                     self._reap()

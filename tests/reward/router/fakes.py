@@ -180,8 +180,11 @@ class FakeWorker:
         """Until everything that has arrived is in the record, closes included."""
         deadline, num_quiet = time.monotonic() + timeout_s, 0
         while num_quiet < 2:  # once is not enough: a thread may be between reading and writing down
+            poll = select.poll()
             with self._changed:
-                busy = select.select([self._listener, *self._open.values()], [], [], 0)[0]
+                for sock in [self._listener, *self._open.values()]:
+                    poll.register(sock, select.POLLIN)
+                busy = poll.poll(0)
             num_quiet = 0 if busy else num_quiet + 1
             if time.monotonic() > deadline:
                 raise LateError(f"{len(busy)} of the worker's connections are still unread after {timeout_s:g} s")

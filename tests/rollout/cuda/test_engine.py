@@ -185,16 +185,18 @@ def test_a_hundred_times_asleep_and_awake_nothing_grows_and_nothing_changes(tiny
     engine.close()
 
 
-def test_weights_that_come_while_it_sleeps_are_those_it_wakes_with(tiny_model: Path) -> None:
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_weights_that_come_while_it_sleeps_are_those_it_wakes_with(tiny_model: Path, is_whole: bool) -> None:
     engine = opened(tiny_model)
     asked = odd_requests(SamplingParams(8, temperature=0.0))
     engine.generate(asked)
     engine.release()
     other = load_model(str(tiny_model)).eval()
+    changed = {name: own for name, own in other.named_parameters() if is_whole or "self_attn" in name}
     with torch.no_grad():
-        for parameter in other.parameters():
+        for parameter in changed.values():
             parameter.mul_(1.5)
-    engine.update_weights(WeightUpdate(3, other.named_parameters(), shared=False))
+    engine.update_weights(WeightUpdate(3, changed.items(), shared=False, is_whole=is_whole))
     engine.resume()
     for _ in range(2):
         samples = engine.generate(asked)

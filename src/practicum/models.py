@@ -163,6 +163,8 @@ def save_model(model: Any, tokenizer: Any, folder: Path, tensors: dict[str, torc
 def save_merged(path: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write a whole model where there are adapters and the model they belong to."""
     if not holds_adapters(path):
+        if not Path(path).is_dir():
+            raise ModelError(f"model folder {path!r} does not exist (looked from {Path.cwd()}).")
         raise ModelError(f"model folder {path!r} holds no adapters (adapter_config.json): there is nothing to merge.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ModelError(f"{folder} is there already: name a folder that is new or empty.")
@@ -179,8 +181,7 @@ def load_tokenizer(path: str, *, for_writing: bool = True) -> Any:
     """The tokenizer that belongs to a model, ready to pad. A model that only reads needs no end-of-text token."""
     from transformers import AutoTokenizer
 
-    folder = Path(path)
-    if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
+    if _lacks_tokenizer(path):
         if holds_adapters(path):
             return load_tokenizer(base_of(path), for_writing=for_writing)
         raise ModelError(
@@ -196,6 +197,21 @@ def load_tokenizer(path: str, *, for_writing: bool = True) -> Any:
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def _lacks_tokenizer(path: str) -> bool:
+    return Path(path).is_dir() and not any((Path(path) / name).exists() for name in _TOKENIZER_FILES)
+
+
+def other_words(tokenizer: Any, path: str) -> dict[int, tuple[str, str]]:
+    """What stands for a word to both this tokenizer and that of a model, but not for the same one: by token, this one's
+    word and the model's. Nothing where the model comes without a tokenizer."""
+    if _lacks_tokenizer(plain_path(path)):
+        return {}
+    own, other = (
+        {i: word for word, i in one.get_vocab().items()} for one in (tokenizer, load_tokenizer(path, for_writing=False))
+    )
+    return {i: (own[i], other[i]) for i in own.keys() & other.keys() if own[i] != other[i]}
 
 
 def _loaded(what: str, path: str, load: Any) -> Any:

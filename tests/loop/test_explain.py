@@ -67,8 +67,8 @@ def test_it_tells_of_all_roles_and_what_they_hold(make_config: Callable[..., Con
     assert "learners: 1 x (actor + critic + reference + rollout fused in one process)" in text
     placed = ("critic.placement=colocated", "algorithm.kl.placement=standalone")
     apart = explanation(make_config("controller.backend=ray", *told, *placed))
-    assert "(actor + rollout fused in one process)" in apart and "critics:  in the same pool" in apart
-    assert "references: on places of their own" in apart and "GiB  reference" not in apart
+    assert "(actor + rollout fused in one process)" in apart and "critics:  1 x critic, in the same pool" in apart
+    assert "references: 1 x reference, on places of their own" in apart and "GiB  reference" not in apart
     assert "GiB  reference, frozen" in text and "GiB  critic, its gradients, AdamW" in text
     assert "16 samples a step, learnt from 2 times" in text
     assert "this process: actor + critic + reference + rollout" in explanation(make_config(*told))

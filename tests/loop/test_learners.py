@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,6 +87,34 @@ def test_an_adapted_coefficient_and_its_reference_outlive_a_restart(make_config:
             steps.close()  # type: ignore[attr-defined]
     again = rows(make_config(*told, f"trainer.run_dir={tmp_path / 'parts'}", "resume=auto"))
     assert timeless(again) == timeless(found)
+
+
+def test_another_coefficient_counts_from_the_restart_on(make_config: MakeConfig) -> None:
+    told = [*KL, "algorithm.kl.target=0.001", "data.validation=null"]
+    rows(make_config(*told))
+    other = [*told, "algorithm.kl.coefficient=0.7", "resume=auto"]
+    for number in (3, 4):  # and goes on being adapted from there
+        (*_, row) = rows(make_config(*other, f"trainer.steps={number}"))
+        assert row["actor/kl_coefficient"] == pytest.approx({3: 0.7, 4: 0.7 * 1.02}[number])
+
+
+def test_a_reference_that_reads_tokens_as_other_words_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(make_config().model.path, other)
+    for told in ((*KL, f"algorithm.kl.reference={other}"), (*GAE, f"critic.path={other}")):
+        Trainer(make_config(*told))
+    words = json.loads((other / "tokenizer.json").read_text())
+    ids = words["model"]["vocab"]
+    ids["0"], ids["1"] = ids["1"], ids["0"]
+    (other / "tokenizer.json").write_text(json.dumps(words))
+    for told in ((*KL, f"algorithm.kl.reference={other}"), (*GAE, f"critic.path={other}")):
+        with pytest.raises(
+            ConfigError, match=r"other reads 2 tokens as other words than model .*: token \d+ is '[01]'"
+        ):
+            Trainer(make_config(*told))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (other / name).unlink()
+    Trainer(make_config(*KL, f"algorithm.kl.reference={other}"))  # nothing is known of what it reads
 
 
 def test_a_reference_of_other_words_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:

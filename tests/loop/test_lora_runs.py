@@ -130,10 +130,24 @@ def test_a_run_may_go_on_sending_them_the_other_way(make_config: MakeConfig, tmp
 @pytest.mark.parametrize("change", ["actor.lora.rank=8", "actor.lora.alpha=4", "actor.lora.targets=[q_proj]"])
 def test_a_run_cannot_go_on_with_other_adapters(make_config: MakeConfig, change: str) -> None:
     list(Trainer(make_config(*LORA, "trainer.steps=1")).steps())
-    with pytest.raises(CheckpointError, match=r"cannot go on with another actor.lora"):
+    with pytest.raises(CheckpointError, match=r"cannot go on with another actor.lora.*: its checkpoint holds such"):
         list(Trainer(make_config(*LORA, change, "resume=auto")).steps())
+    again = make_config(*LORA, "actor.lora.alpha=8", "resume=auto")  # what it was by default
+    assert [report.number for report in Trainer(again, notify=lambda _: None).steps()] == [2]
     with pytest.raises(CheckpointError, match=r"cannot go on with another actor.lora"):
         list(Trainer(make_config("actor.lr=1e-2", "resume=auto")).steps())
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ("actor.lora.targets=q_proj", r"write a list, actor\.lora\.targets=\[q_proj\], or all-linear"),
+        ("actor.lora=16", r"actor\.lora = 16: it is a section, of actor\.lora\.rank, "),
+    ],
+)
+def test_slips_are_answered_with_how_it_is_written(make_config: MakeConfig, told: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config(*(() if told == "actor.lora=16" else LORA), told)
 
 
 def test_mistakes_are_found_before_anything_starts(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from practicum import Config, Trainer
-from practicum.errors import ConfigError, DataError, ModelError, ReplayError, ResourceError, RewardError
+from practicum.errors import ConfigError, DataError, ModelError, ReplayError, ResourceError, RewardError, RolloutError
+from practicum.loop.explain import explanation
 from practicum.loop.run_folder import read_best, read_metrics
 from practicum.models import load_model
 from tests.rollout.serving.models import save_classifier
@@ -26,6 +28,11 @@ def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
     return dict(load_model(str(run_dir / "checkpoints" / f"step-{step:06d}" / "model")).named_parameters())
+
+
+def saved_names(run_dir: Path, step: int) -> frozenset[str]:
+    with safe_open(run_dir / f"checkpoints/step-{step:06d}/model/model.safetensors", "pt") as file:
+        return frozenset(file.keys())
 
 
 def test_a_run_leaves_everything_in_its_folder(make_config: MakeConfig) -> None:
@@ -175,6 +182,7 @@ def test_ray_and_two_workers_give_the_same_result(make_config: MakeConfig, tmp_p
     assert results["ray"][0] == results["local"][0]
     for row, other in zip(results["two"][0], results["local"][0], strict=True):
         assert row == pytest.approx(other, rel=1e-3, abs=1e-5)
+    assert {saved_names(tmp_path / name, 2) for name in results} == {saved_names(tmp_path / "local", 2)}
     for name, tensor in results["local"][1].items():
         assert torch.equal(tensor, results["ray"][1][name])
         assert (tensor - results["two"][1][name]).abs().max() < 1e-4, name
@@ -266,8 +274,11 @@ def test_mistakes_are_found_before_anything_starts(make_config: MakeConfig, tmp_
 
 def test_more_workers_than_the_machine_has(make_config: MakeConfig, ray_session: None) -> None:
     config = make_config("controller.backend=ray", "trainer.num_workers=99", "data.prompts_per_step=100")
+    with pytest.raises(RolloutError, match=r"trainer\.num_workers=99 needs as many CPUs, and this machine has"):
+        Trainer(config)
+    assert "# this cannot start\ntrainer.num_workers=99 needs" in explanation(config)
     with pytest.raises(ResourceError, match="asked for 99 processes"):
-        list(Trainer(config).steps())
+        list(Trainer(config, checks_writers=False).steps())
 
 
 def test_a_failing_reward_stops_the_run_with_its_reason(make_config: MakeConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from practicum.config.base import Section
 
@@ -80,6 +80,13 @@ class LoraConfig(Section):
                 "actor.lora.send=adapters is for engines that weights are sent to, and with rollout.placement=hybrid "
                 "they are in the engine's process already: leave it at merged, or set another rollout.placement"
             )
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _one_name_is_a_list_too(cls, targets: object) -> object:
+        if isinstance(targets, str) and targets != "all-linear":
+            raise ValueError(f"write a list, actor.lora.targets=[{targets}], or all-linear")
+        return targets
 
     @model_validator(mode="after")
     def _some_targets(self) -> Self:

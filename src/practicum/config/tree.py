@@ -358,8 +358,8 @@ def _is_text(key: str) -> bool:
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        inner = isinstance(value, Mapping) and value
-        leaves |= _leaves(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+        own = f"{prefix}{key}"
+        leaves |= _leaves(value, f"{own}.") if isinstance(value, Mapping) and value else {own: value}
     return leaves
 
 
@@ -378,9 +378,11 @@ def _describe(error: ValidationError, source: str) -> str:
         elif detail["type"] == "value_error":
             said = f"{detail['ctx']['error']}."
             lines.append(said if path in said else f"{path}: {said}")
+        elif detail["type"] == "model_type":
+            keys = ", ".join(key for key in known_keys() if key.startswith(f"{path}."))
+            lines.append(f"{path} = {detail['input']!r}: it is a section, of {keys}.")
         else:
-            allowed = detail["msg"].removeprefix("Input ").replace("Input ", "")
-            lines.append(f"{path} = {detail['input']!r}: {allowed}.")
+            lines.append(f"{path} = {detail['input']!r}: {detail['msg'].replace('Input ', '')}.")
     joined = lines[0] if len(lines) == 1 else "\n".join([f"{len(lines)} mistakes", *(f"  - {line}" for line in lines)])
     return f"{source}: {joined}"
 

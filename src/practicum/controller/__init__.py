@@ -2,7 +2,7 @@
 
 from practicum.controller.backend import Controller, open_controller
 from practicum.controller.batch import join_batches, split_batch
-from practicum.controller.cluster import ray_cluster
+from practicum.controller.cluster import ray_cluster, starts_here
 from practicum.controller.future import GroupFuture, wait_any
 from practicum.controller.group import WorkerGroup
 from practicum.controller.local import LocalWorkerGroup
@@ -33,5 +33,6 @@ __all__ = [
     "ray_cluster",
     "side_by_side",
     "split_batch",
+    "starts_here",
     "wait_any",
 ]

@@ -77,6 +77,13 @@ def ends_with_driver() -> bool:
     return cluster_id() in _started_here
 
 
+def starts_here(address: str | None) -> bool:
+    """Whether the cluster of this driver, asked for so, is one that it starts on this machine, or has."""
+    if address:
+        return False
+    return ends_with_driver() if ray.is_initialized() else "RAY_ADDRESS" not in os.environ
+
+
 def ensure_ray() -> None:
     """A Ray for the rest of this process, if it has none yet."""
     if not ray.is_initialized():

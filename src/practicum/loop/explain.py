@@ -19,11 +19,10 @@ _FLOAT32 = 4
 
 def explanation(config: Config) -> str:
     """The resolved config and what follows from it, as text. Model, data and reward are looked up and checked; what
-    would keep the rollout from starting comes first."""
+    would keep the run from starting comes last, where a terminal shows it."""
     trainer = Trainer(config, checks_writers=False)
     problems = writer_problems(config)
     sections = [
-        *([("this cannot start", "\n".join(problems))] if problems else []),
         ("config", config.to_yaml().rstrip()),
         ("placement", _placement(config)),
         ("reward", str(trainer.rubric)),
@@ -32,6 +31,7 @@ def explanation(config: Config) -> str:
         *([("overlap", _overlap(config))] if config.trainer.staleness else []),
         ("batch algebra", config.batch_algebra().replace("; ", "\n")),
         ("memory per worker (estimate)", _memory(config)),
+        *([("this cannot start", "\n".join(problems))] if problems else []),
     ]
     return "\n\n".join(f"# {title}\n{text}" for title, text in sections)
 
@@ -75,7 +75,10 @@ def _fused(config: Config) -> list[str]:
 
 def _apart(config: Config) -> list[str]:
     where = {"colocated": "in the same pool, in processes of their own", "standalone": "on places of their own"}
-    return [f"{f'{role}s:':9} {where[at]}" for role, at in _beside_actors(config).items() if at != "hybrid"]
+    num = config.trainer.num_workers
+    return [
+        f"{f'{role}s:':9} {num} x {role}, {where[at]}" for role, at in _beside_actors(config).items() if at != "hybrid"
+    ]
 
 
 def _writers(config: Config, device: str) -> list[str]:

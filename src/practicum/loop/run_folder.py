@@ -32,12 +32,15 @@ from practicum.types import Sample, Score
 
 SHOWN_VALIDATIONS = 20
 _BEST = "best.json"
-_CANNOT_CHANGE = (
-    "model.path:",
-    "data.train:",
-    "trainer.seed:",
-    *(f"actor.lora.{key}:" for key in ("rank", "alpha", "targets")),
-)
+_IN_DATA = "its checkpoint holds a position in the prompts as they are shuffled"
+_CANNOT_CHANGE = {
+    "model.path": "its checkpoint is of that model; where the model has only moved, leave a link at its old place",
+    "data.train": _IN_DATA,
+    "trainer.seed": _IN_DATA,
+    **dict.fromkeys(
+        (f"actor.lora{key}" for key in ("", ".rank", ".alpha", ".targets")), "its checkpoint holds such adapters"
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class RunState:
     step: int
     data_position: int
     kl_coefficient: float | None = None  # as it stands, where it is adapted
+    kl_began_at: float | None = None  # the config's, from which it was adapted
     data_again: tuple[int, ...] = ()  # what before that position was asked ahead, and was not learnt from yet
 
 
@@ -240,13 +244,22 @@ def _changes(saved: Path, config: Config) -> list[str]:
     except ConfigError as error:  # from a version with other keys
         return [f"the run's own config cannot be read any more: {error}"]
     changes = [change for change in config.changes_from(before) if not change.startswith("resume:")]
-    refused = [change for change in changes if change.startswith(_CANNOT_CHANGE)]
+    same = {"actor.lora.alpha"} if _scale(before) == _scale(config) else set()
+    refused = {
+        change: _CANNOT_CHANGE[key]
+        for change in changes
+        if (key := change.partition(":")[0]) in _CANNOT_CHANGE.keys() - same
+    }
     if refused:
         raise CheckpointError(
-            f"the run in {saved.parent} cannot go on with another {'; '.join(refused)}: its checkpoint holds the model "
-            "and a position in that data. Set another trainer.run_dir for a new run."
+            f"the run in {saved.parent} cannot go on with another {'; '.join(refused)}: "
+            f"{'; '.join(dict.fromkeys(refused.values()))}. Set another trainer.run_dir for a new run."
         )
     return changes
+
+
+def _scale(config: Config) -> int | None:
+    return None if config.actor.lora is None else config.actor.lora.scale_by
 
 
 def question(sample: Sample) -> str:

@@ -35,7 +35,7 @@ from practicum.loop.settings import check_lora
 from practicum.loop.trackers import check_trackers, open_trackers
 from practicum.loop.validation import check_keep_best, validation_metrics
 from practicum.loop.writers import check_writers, open_learners, open_only_learners
-from practicum.models import absolute, encode_prompts, load_config, load_tokenizer
+from practicum.models import absolute, encode_prompts, load_config, load_tokenizer, other_words
 from practicum.replay import Recording
 from practicum.reward import Progress, check_reward, open_reward_centre
 from practicum.rollout.agent.tools import describe_tools
@@ -61,8 +61,8 @@ class Trainer:
         self._notify = notify
         self._said_at_s = -_PROGRESS_EVERY_S
         self.rubric = check_reward(config.reward)
-        _check_models(config, load_config(config.model.path))
         tokenizer = load_tokenizer(config.model.path)
+        _check_models(config, load_config(config.model.path), tokenizer)
         self._tools = [tool.schema for tool in describe_tools(config.rollout.agent.tools)]
         check_recordings(config, tokenizer)
         self._repeats = config.actor.router_replay.replay_file
@@ -185,7 +185,8 @@ class Trainer:
 
     def _checkpoint(self, number: int, metrics: Mapping[str, float]) -> None:
         position, again = self._prompts.after(number)
-        state = RunState(number, position, self._learners.kl_coefficient, again)
+        began_at = self.config.algorithm.kl.coefficient
+        state = RunState(number, position, self._learners.kl_coefficient, began_at, again)
         with self._turns.learning(Stopwatch()):
             self._folder.save_checkpoint(state, self._learners.save, metrics)
 
@@ -222,7 +223,9 @@ class Trainer:
         if not self._learners.share_rows:
             self._notify("this model cannot keep samples in one row apart: each gets a row of its own, with padding")
         if resumed:
-            self._learners.load(resumed.folder, resumed.state.kl_coefficient)
+            state = resumed.state
+            is_as_asked = state.kl_began_at in (None, config.algorithm.kl.coefficient)
+            self._learners.load(resumed.folder, state.kl_coefficient if is_as_asked else None)
         if self._repeats is not None:
             self._turns = Turns(config, models_sleep=False)
             return
@@ -260,24 +263,33 @@ class Trainer:
         first = next(prompt for prompt, ids in encoded if len(ids) > data.max_prompt_tokens)
         dropped = len(encoded) - len(short)
         what = f"{dropped} of {len(encoded)} prompts in {path} have more than {data.max_prompt_tokens} tokens"
-        if data.overlong == "error" or not short:
+        if data.overlong == "error":
             raise DataError(f"{what}, the first is {first.id}: raise data.max_prompt_tokens or set data.overlong=drop.")
+        if not short:
+            raise DataError(f"{what}, so none is left: raise data.max_prompt_tokens.")
         self._notify(f"{what}; they are left out")
         return short
 
 
-def _check_models(config: Config, model_config: Any) -> None:
+def _check_models(config: Config, model_config: Any, tokenizer: Any) -> None:
     check_lora(config, model_config)
     for key, path in (("algorithm.kl.reference", config.algorithm.kl.reference), ("critic.path", config.critic.path)):
         if path is not None:
             try:
                 own, other = (c.get_text_config().vocab_size for c in (model_config, load_config(path)))
+                others = other_words(tokenizer, path)
             except ModelError as error:
                 raise ModelError(f"{key}={path}: {error}") from error
             if own != other:
                 raise ConfigError(
                     f"{key}={path} has {other} words, but model {config.model.path!r} has {own}: they must read the "
                     "same tokens."
+                )
+            if others:
+                number, (ours, theirs) = min(others.items())
+                raise ConfigError(
+                    f"{key}={path} reads {len(others)} tokens as other words than model {config.model.path!r}: token "
+                    f"{number} is {theirs!r} to it, and was {ours!r}. They must read the same tokens."
                 )
     longest = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if longest and config.max_sequence_tokens > longest:

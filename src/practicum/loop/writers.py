@@ -20,7 +20,15 @@ import torch
 from numpy.typing import NDArray
 
 from practicum.config import Config
-from practicum.controller import Controller, FusedWorker, RayClassWithInitArgs, Worker, WorkerGroup, places_beside
+from practicum.controller import (
+    Controller,
+    FusedWorker,
+    RayClassWithInitArgs,
+    Worker,
+    WorkerGroup,
+    places_beside,
+    starts_here,
+)
 from practicum.errors import RolloutError
 from practicum.loop.learners import LearningGroups
 from practicum.loop.settings import actor_settings, critic_settings, reference_settings, sent_adapters
@@ -139,13 +147,19 @@ def check_writers(config: Config) -> None:
 def writer_problems(config: Config) -> list[str]:
     if config.actor.router_replay.replay_file is not None:  # a recording is learnt from: nobody writes
         return []
-    is_local, joins = config.controller.backend == "local", config.controller.address is not None
+    is_local = config.controller.backend == "local"
+    joins = not is_local and not starts_here(config.controller.address)
     unit, num_free = "CPU", None
     if not is_local and not joins:
         on_gpus = resolve_device(config.trainer.device).type == "cuda"
         unit, there = ("GPU", torch.cuda.device_count()) if on_gpus else ("CPU", os.cpu_count() or num_cores())
         apart = [key for key, placement in config.placements.items() if placement == "standalone"]
         num_free = there - config.trainer.num_workers * (1 + len(apart)) - (_num_spared(config) if on_gpus else 0)
+        if config.trainer.num_workers > there:
+            return [
+                f"trainer.num_workers={config.trainer.num_workers} needs as many {unit}s, and this machine has "
+                f"{there}: lower it, or join a Ray cluster by controller.address."
+            ]
         if apart and num_free < 0:
             return [
                 f"{' and '.join(f'{key}=standalone' for key in apart)} with trainer.num_workers="

@@ -32,8 +32,11 @@ from practicum.train.fsdp import whole
 
 
 def save_whole_model(model: Any, tokenizer: Any, folder: Path, rank: int) -> None:
-    tensors = _whole_tensors(model.state_dict(), rank)
+    tied = _tied(model)
+    tensors = _whole_tensors({name: own for name, own in model.state_dict().items() if name not in tied}, rank)
     if rank == 0:
+        # The same memory under both names, so that it is written once.
+        tensors |= {name: tensors[first] for name, first in tied.items()}
         save_model(model, tokenizer, folder / "model", tensors)
 
 
@@ -56,6 +59,13 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     """Into a sharded module, on any number of ranks."""
     tensors = _loaded(folder / "weights.pt")
     set_model_state_dict(model, tensors, options=StateDictOptions(full_state_dict=True))
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """By each further name of a parameter, its first."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(own)] for name, own in named if first.setdefault(id(own), name) != name}
 
 
 def _whole_tensors(shards: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:

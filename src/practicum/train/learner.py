@@ -68,9 +68,9 @@ class Learner:
         norm = whole(torch.nn.utils.clip_grad_norm_(self._root.parameters(), settings.max_grad_norm))
         if not norm.isfinite():  # the same on all ranks
             raise TrainingError(
-                f"the gradient of update {self.num_updates + 1} is {norm.item()}: nothing was changed. The last "
-                f"checkpoint is from before; try a lower {self._role}.lr, and look for rewards or log-probs out of all "
-                "measure."
+                f"the gradient of update {self.num_updates + 1} is {norm.item()}: nothing was changed. Checkpoints, "
+                f"where there are any, are from before; try a lower {self._role}.lr, and look for rewards or log-probs "
+                "out of all measure."
             )
         self._optimizer.step()
         self._optimizer.zero_grad()

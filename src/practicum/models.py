@@ -208,10 +208,14 @@ def other_words(tokenizer: Any, path: str) -> dict[int, tuple[str, str]]:
     word and the model's. Nothing where the model comes without a tokenizer."""
     if _lacks_tokenizer(plain_path(path)):
         return {}
-    own, other = (
-        {i: word for word, i in one.get_vocab().items()} for one in (tokenizer, load_tokenizer(path, for_writing=False))
-    )
+    own, other = _words(tokenizer), _words(load_tokenizer(path, for_writing=False))
     return {i: (own[i], other[i]) for i in own.keys() & other.keys() if own[i] != other[i]}
+
+
+def _words(tokenizer: Any) -> dict[int, str]:
+    """By token, without those that were added to the words, and may be called by another name after training."""
+    added = tokenizer.get_added_vocab()
+    return {i: word for word, i in tokenizer.get_vocab().items() if word not in added}
 
 
 def _loaded(what: str, path: str, load: Any) -> Any:

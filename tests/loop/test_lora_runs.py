@@ -130,7 +130,7 @@ def test_a_run_may_go_on_sending_them_the_other_way(make_config: MakeConfig, tmp
 @pytest.mark.parametrize("change", ["actor.lora.rank=8", "actor.lora.alpha=4", "actor.lora.targets=[q_proj]"])
 def test_a_run_cannot_go_on_with_other_adapters(make_config: MakeConfig, change: str) -> None:
     list(Trainer(make_config(*LORA, "trainer.steps=1")).steps())
-    with pytest.raises(CheckpointError, match=r"cannot go on with another actor.lora.*: its checkpoint holds such"):
+    with pytest.raises(CheckpointError, match=r"cannot go on with another actor.lora.*: its checkpoint holds what"):
         list(Trainer(make_config(*LORA, change, "resume=auto")).steps())
     again = make_config(*LORA, "actor.lora.alpha=8", "resume=auto")  # what it was by default
     assert [report.number for report in Trainer(again, notify=lambda _: None).steps()] == [2]

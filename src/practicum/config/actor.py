@@ -83,7 +83,7 @@ class LoraConfig(Section):
 
     @field_validator("targets", mode="before")
     @classmethod
-    def _one_name_is_a_list_too(cls, targets: object) -> object:
+    def _in_brackets(cls, targets: object) -> object:
         if isinstance(targets, str) and targets != "all-linear":
             raise ValueError(f"write a list, actor.lora.targets=[{targets}], or all-linear")
         return targets

@@ -38,7 +38,7 @@ _CANNOT_CHANGE = {
     "data.train": _IN_DATA,
     "trainer.seed": _IN_DATA,
     **dict.fromkeys(
-        (f"actor.lora{key}" for key in ("", ".rank", ".alpha", ".targets")), "its checkpoint holds such adapters"
+        (f"actor.lora{key}" for key in ("", ".rank", ".alpha", ".targets")), "its checkpoint holds what these learn"
     ),
 }
 

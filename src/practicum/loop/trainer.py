@@ -289,7 +289,7 @@ def _check_models(config: Config, model_config: Any, tokenizer: Any) -> None:
                 number, (ours, theirs) = min(others.items())
                 raise ConfigError(
                     f"{key}={path} reads {len(others)} tokens as other words than model {config.model.path!r}: token "
-                    f"{number} is {theirs!r} to it, and was {ours!r}. They must read the same tokens."
+                    f"{number} is {theirs!r} there and {ours!r} here. They must read the same tokens."
                 )
     longest = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if longest and config.max_sequence_tokens > longest:

@@ -129,7 +129,12 @@ def test_what_cannot_start_is_told_before_ray_is_started(
     assert "# this cannot start" in explanation(config)
 
 
-def test_of_a_cluster_elsewhere_nothing_is_claimed(make_config: MakeConfig) -> None:
+def test_of_a_cluster_elsewhere_nothing_is_claimed(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     joined = ["controller.backend=ray", "controller.address=10.0.0.1:6379", "rollout.placement=standalone"]
     engine = ["rollout.engine=vllm", "rollout.vllm.python=/on/the/nodes", "rollout.replicas=999"]
     assert writer_problems(make_config(*joined, *engine)) == []
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    many = ("controller.backend=ray", "trainer.num_workers=99", "data.prompts_per_step=99")
+    assert writer_problems(make_config(*many))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert writer_problems(make_config(*many)) == []

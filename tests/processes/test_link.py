@@ -95,14 +95,14 @@ def test_file_descriptors_travel_with_a_message() -> None:
 
 def test_a_server_that_is_lost_is_told_and_can_be_started_again() -> None:
     async def test() -> None:
-        lost = asyncio.Event()
-        link = ServerLink(Tricks(), Limits(128 << 20), 20.0, lambda message: None, lost.set)
+        lost: asyncio.Queue[int] = asyncio.Queue()
+        link = ServerLink(Tricks(), Limits(128 << 20), 20.0, lambda message: None, lost.put_nowait)
         async with asyncio.timeout(30):
             await link.start()
             first = link._process
             assert link.is_up and first is not None
             os.kill(first.pid, signal.SIGKILL)
-            await lost.wait()
+            assert await lost.get() == -signal.SIGKILL
             assert not link.is_up
             await link.start()
             assert link.is_up and link._process is not first

@@ -254,7 +254,8 @@ def test_a_fork_server_that_dies_again_and_again_is_given_up_and_says_so() -> No
                 if pool._link.is_up:
                     os.kill(server_of(pool).pid, signal.SIGKILL)
                 await asyncio.sleep(0.01)
-            assert (await job)[0] == "lost"
+            kind, reason = await job
+            assert kind == "lost" and "the process that starts" in reason and "from outside" not in reason
             while pool._broken is None:
                 if pool._link.is_up:
                     os.kill(server_of(pool).pid, signal.SIGKILL)

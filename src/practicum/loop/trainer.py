@@ -185,8 +185,13 @@ class Trainer:
 
     def _checkpoint(self, number: int, metrics: Mapping[str, float]) -> None:
         position, again = self._prompts.after(number)
-        began_at = self.config.algorithm.kl.coefficient
-        state = RunState(number, position, self._learners.kl_coefficient, began_at, again)
+        state = RunState(
+            number,
+            position,
+            kl_coefficient=self._learners.kl_coefficient,
+            kl_began_at=self.config.algorithm.kl.coefficient,
+            data_again=again,
+        )
         with self._turns.learning(Stopwatch()):
             self._folder.save_checkpoint(state, self._learners.save, metrics)
 

@@ -105,7 +105,8 @@ class Line:
 
 
 class ServerLink:
-    """Starts the fork server, asks it for processes and hears from it what became of them."""
+    """Starts the fork server, asks it for processes and hears from it what became of them. `on_loss` is told the exit
+    code of a server that was up."""
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class ServerLink:
         limits: Limits,
         start_timeout_s: float,
         on_message: Callable[[tuple[Any, ...]], None],
-        on_loss: Callable[[], None],
+        on_loss: Callable[[int], None],
     ) -> None:
         self._pickled = pickle.dumps((work, limits))
         self._start_timeout_s = start_timeout_s
@@ -181,8 +182,7 @@ class ServerLink:
                 self._first_words.set_result(("failed", f"the process that starts them ended with exit code {code}"))
             return
         self.is_up = False
-        _ended(self._process)
-        self._on_loss()
+        self._on_loss(_ended(self._process))
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int:

@@ -227,7 +227,8 @@ class ProcessPool:
         if ended is not None:
             self._ended(ended, status)
 
-    def _ended(self, process: _Process, status: int) -> None:
+    def _ended(self, process: _Process, status: int, how: str = "") -> None:
+        how = how or _end_in_words(status)
         culprit = process.board.read()
         process.is_leaving = True
         process.line.drain()  # what it has answered counts
@@ -242,19 +243,19 @@ class ProcessPool:
             elif job.number == culprit and process.is_cut_off and _was_killed(status):
                 self._fail(job, JobFailed("crashed", "closed the connection of the process it ran in"))
             elif job.number == culprit and not verdicts and not _was_killed(status):
-                self._fail(job, JobFailed("crashed", _end_in_words(status)))
+                self._fail(job, JobFailed("crashed", how))
             else:
-                self._lose(job, _end_in_words(status), is_suspect=job.number == culprit or not is_known)
+                self._lose(job, how, is_suspect=job.number == culprit or not is_known)
         self._assign()
 
-    def _server_lost(self) -> None:
+    def _server_lost(self, code: int) -> None:
         """The fork server is gone, and its processes with it."""
         if self._is_closed:
             return
         self._unnamed.clear()
         for process in list(self._processes):
             process.must_die = False
-            self._ended(process, signal.SIGKILL)
+            self._ended(process, signal.SIGKILL, f"the process that starts them ended with exit code {code}")
         if self._num_server_starts == _MOST_SERVER_STARTS:
             self._fail_all("the process that starts the others died again and again")
             return

@@ -1,7 +1,11 @@
-"""What crosses the boundaries between the parts: small, slotted, self-checking, made of NumPy arrays.
+"""The data that crosses the boundaries between the parts: small, slotted, self-checking, made of NumPy arrays.
 
-A prompt becomes samples (one per answer); a sample is graded with a score. Token id, log-prob, loss mask and weight
-version of one token travel together in its sample, so nothing has to be paired up again later by position.
+    PromptGroup   a prompt and its trajectories: the unit that is written, graded, queued and learnt from
+    Trajectory    one answer to it: a score, and one or more samples
+    Sample        the tokens of one context: ids, log-probs, loss mask, weight versions, routed experts
+
+One group goes round and is filled in: rollout adds samples, graders add scores, the loop adds advantages. A group, a
+trajectory and a sample are known by their ids, wherever they are.
 """
 
 from __future__ import annotations
@@ -145,18 +149,25 @@ class CodedRoutes:
         return len(self.known)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CodedRoutes, (self.code, self.layers, self.known, self.num_experts, self.k)
+        arrays = (self.code.tobytes(), self.layers.tobytes(), self.known.tobytes())
+        return _coded_routes_from_bytes, (*arrays, self.num_experts, self.k)
 
     @property
     def num_bytes(self) -> int:
         return self.code.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One answer to one prompt. All per-token arrays are as long as `token_ids`.
+def _coded_routes_from_bytes(code: bytes, layers: bytes, known: bytes, num_experts: int, k: int) -> CodedRoutes:
+    arrays = np.frombuffer(code, np.uint8), np.frombuffer(layers, np.int32), np.frombuffer(known, np.bool_)
+    return CodedRoutes(*arrays, num_experts, k)
 
-    Where several turns are one sample, what tools and users said in between is part of the answer, masked out.
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """The tokens of one context. All per-token arrays are as long as `token_ids`.
+
+    A conversation of several turns is one sample: what tools and users said in between is masked out. The loop fills in
+    the fields from `score` on before the trainer sees the sample.
     """
 
     prompt: Prompt
@@ -168,6 +179,12 @@ class Sample:
     text: str
     finish_reason: FinishReason
     routes: RoutedExperts | CodedRoutes | None = None  # of prompt and answer, where the engine was told to keep them
+    id: str = ""  # unique in a run once the sample belongs to a trajectory
+    score: Score | None = None  # of its trajectory
+    advantages: NDArray[np.float32] | None = None  # [answer], as are the next three
+    reference_log_probs: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None  # what the critic expected before each token
+    returns: NDArray[np.float32] | None = None  # what it should have expected
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -177,15 +194,138 @@ class Sample:
             raise ValueError(f"sample of prompt {self.prompt.id}: has no prompt or no answer tokens")
         if self.routes is not None and len(self.routes) != self.num_tokens:
             raise ValueError(f"sample of prompt {self.prompt.id}: routes and tokens differ in number")
+        for name in ("advantages", "reference_log_probs", "values", "returns"):
+            array = getattr(self, name)
+            if array is not None and len(array) != length:
+                raise ValueError(f"sample of prompt {self.prompt.id}: {name} and tokens differ in number")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arrays = (self.prompt_ids, self.token_ids, self.log_probs, self.loss_mask, self.versions)
-        return Sample, (self.prompt, *arrays, self.text, self.finish_reason, self.routes)
+        # As bytes: they pickle several times faster than small arrays, and Ray has its own work with every array.
+        arrays = [
+            None if (array := getattr(self, name)) is None else np.asarray(array, dtype).tobytes()
+            for name, dtype in _SAMPLE_ARRAYS
+        ]
+        return _sample_from_bytes, (
+            self.prompt,
+            self.text,
+            self.finish_reason,
+            self.routes,
+            self.id,
+            self.score,
+            arrays,
+        )
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and answer together."""
+        """The number of tokens of prompt and answer together."""
         return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def num_learnt(self) -> int:
+        """The number of tokens that the model wrote."""
+        return int(self.loss_mask.sum())
+
+    def staleness(self, step: int) -> NDArray[np.int32]:
+        """Return by how many updates the weights of each token [answer] are older than those that the step updates."""
+        return step - 1 - self.versions
+
+
+_SAMPLE_ARRAYS: tuple[tuple[str, Any], ...] = (
+    ("prompt_ids", np.int32),
+    ("token_ids", np.int32),
+    ("log_probs", np.float32),
+    ("loss_mask", np.bool_),
+    ("versions", np.int32),
+    ("advantages", np.float32),
+    ("reference_log_probs", np.float32),
+    ("values", np.float32),
+    ("returns", np.float32),
+)
+
+
+def _sample_from_bytes(
+    prompt: Prompt,
+    text: str,
+    finish_reason: FinishReason,
+    routes: RoutedExperts | CodedRoutes | None,
+    sample_id: str,
+    score: Score | None,
+    arrays: Sequence[bytes | None],
+) -> Sample:
+    read = {
+        name: None if data is None else np.frombuffer(data, dtype)
+        for (name, dtype), data in zip(_SAMPLE_ARRAYS, arrays, strict=True)
+    }
+    return Sample(
+        prompt,
+        text=text,
+        finish_reason=finish_reason,
+        routes=routes,
+        id=sample_id,
+        score=score,
+        **read,  # type: ignore[arg-type]
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Trajectory:
+    """One answer to a prompt: one score, and one or more samples (an agent may leave several contexts behind)."""
+
+    id: str
+    number: int  # within its group; with the group's seed it decides the random numbers
+    samples: list[Sample] = field(default_factory=list)
+    score: Score | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.samples) and self.samples[-1].finish_reason != "abort"
+
+    @property
+    def last(self) -> Sample:
+        """The sample that ends it: the one that graders read."""
+        return self.samples[-1]
+
+    def add(self, sample: Sample) -> None:
+        """Append a finished sample, or the one that goes on with an aborted one."""
+        if self.samples and self.samples[-1].finish_reason == "abort":
+            self.samples.pop()
+        sample.id = self.id if not self.samples else f"{self.id}/{len(self.samples)}"
+        self.samples.append(sample)
+
+
+@dataclass(slots=True, eq=False)
+class PromptGroup:
+    """A prompt, tokenised, and its trajectories: `params.num_answers` of them, which rollout fills in.
+
+    The answers depend on prompt, sampling parameters, seed and weights; never on what else is written with them.
+    """
+
+    id: str  # unique in a run
+    prompt: Prompt
+    prompt_ids: NDArray[np.int32]  # [prompt]
+    params: SamplingParams
+    seed: int
+    trajectories: list[Trajectory] = field(default_factory=list)
+    session: str | None = None  # groups of one session belong to one conversation and are best written by one engine
+    step: int = 0  # that learns from it
+    position: int = -1  # of its prompt in the stream of prompts
+    baseline: float | None = None  # the reward of a greedy answer, where the algorithm wants one
+
+    def __post_init__(self) -> None:
+        if not self.trajectories:
+            self.trajectories = [Trajectory(f"{self.id}/{n}", n) for n in range(self.params.num_answers)]
+        elif len(self.trajectories) != self.params.num_answers:
+            raise ValueError(
+                f"group {self.id} has {len(self.trajectories)} trajectories for {self.params.num_answers} answers"
+            )
+
+    @property
+    def is_finished(self) -> bool:
+        return all(trajectory.is_finished for trajectory in self.trajectories)
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for trajectory in self.trajectories for sample in trajectory.samples]
 
 
 @dataclass(frozen=True, slots=True)

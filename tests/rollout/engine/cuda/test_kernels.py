@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import silu
 
-from practicum.rollout.sampling import draw as draw_on_cpu
-from practicum.rollout.sampling import uniforms
+from practicum.rollout.engine.sampling import draw as draw_on_cpu
+from practicum.rollout.engine.sequence import uniforms
 from practicum.types import SamplingParams
 from tests.rollout.engine.cuda.kernels import DEVICE, EPS, ints, random, rms
 
@@ -92,7 +94,11 @@ SEEDS = [(2**64 - 5, 0), (7, 1), (3, 2), (1 << 40, 3), (11, 2**33), (5, 0)]
 @pytest.mark.parametrize("number", [0, 1, 7, 8, 30])
 def test_tokens_are_those_that_the_cpu_draws(number: int) -> None:
     """Both use NumPy's random numbers."""
-    logits, slots, noise = random(6, 9000) * 3, [4, 1, 2, 7, 0, 5], uniforms(SEEDS, 50)
+    logits, slots, noise = (
+        random(6, 9000) * 3,
+        [4, 1, 2, 7, 0, 5],
+        torch.from_numpy(np.stack([uniforms(*own, 50) for own in SEEDS])),
+    )
 
     def by_slot(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
         own = torch.zeros(9, dtype=dtype, device=DEVICE)
@@ -102,20 +108,24 @@ def test_tokens_are_those_that_the_cpu_draws(number: int) -> None:
     def signed(values: list[int]) -> list[int]:
         return [value - (1 << 64) if value >= 1 << 63 else value for value in values]
 
-    positions, tokens = by_slot([3 + number - 1] * 6, torch.int32), by_slot([0] * 6, torch.int64)
+    state: Any = SimpleNamespace(
+        num_slots=8,
+        temperatures=by_slot([own.temperature for own in PARAMS], torch.float32),
+        top_ks=by_slot([own.top_k for own in PARAMS], torch.int32),
+        top_ps=by_slot([own.top_p for own in PARAMS], torch.float32),
+        seeds=by_slot(signed([seed for seed, _ in SEEDS]), torch.int64),
+        numbers=by_slot([own for _, own in SEEDS], torch.int64),
+        num_prompts=by_slot([3] * 6, torch.int32),
+        positions=by_slot([3 + number - 1] * 6, torch.int32),
+        tokens=by_slot([0] * 6, torch.int64),
+    )
     out_tokens, out_log_probs = ints([0] * 6), random(6)
-    sample(
-        logits, ints(slots), 8,
-        by_slot([own.temperature for own in PARAMS], torch.float32),
-        by_slot([own.top_k for own in PARAMS], torch.int32), by_slot([own.top_p for own in PARAMS], torch.float32),
-        by_slot(signed([seed for seed, _ in SEEDS]), torch.int64), by_slot([a for _, a in SEEDS], torch.int64),
-        by_slot([3] * 6, torch.int32), positions, tokens, out_tokens, out_log_probs, filters=True,
-    )  # fmt: skip
+    sample(logits, ints(slots), state, out_tokens, out_log_probs, filters=True)
     for row, params in enumerate(PARAMS):
         token, log_prob = draw_on_cpu(logits[row : row + 1].cpu(), noise[row : row + 1, number], params)
-        assert out_tokens[row] == tokens[slots[row]] == token.item()
+        assert out_tokens[row] == state.tokens[slots[row]] == token.item()
         assert abs(out_log_probs[row].item() - log_prob.item()) < 1e-4
-        assert positions[slots[row]] == 3 + number
+        assert state.positions[slots[row]] == 3 + number
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
@@ -123,12 +133,13 @@ def test_tokens_are_those_that_the_cpu_draws(number: int) -> None:
 def test_logits_that_are_nan_are_reported(temperature: float, vocabulary: int, broken: list[int]) -> None:
     logits = random(1, vocabulary)
     logits[0, broken] = float("nan")
-    one, zero = torch.ones(2, device=DEVICE), ints([0, 0])
-    seeds, out, tokens = torch.zeros(2, dtype=torch.int64, device=DEVICE), random(1), ints([0])
-    sample(
-        logits, ints([0]), 1, one * temperature, zero, one, seeds, seeds, zero, zero.clone(), seeds.clone(), tokens,
-        out, filters=False,
+    ones, ids, zeros = torch.ones(2, device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE), ints([0, 0])
+    state: Any = SimpleNamespace(
+        num_slots=1, temperatures=ones * temperature, top_ks=zeros, top_ps=ones, seeds=ids, numbers=ids,
+        num_prompts=zeros, positions=zeros.clone(), tokens=ids.clone(),
     )  # fmt: skip
+    out, tokens = random(1), ints([0])
+    sample(logits, ints([0]), state, tokens, out, filters=False)
     assert out.isnan().all()
     assert 0 <= tokens.item() < vocabulary  # the next step looks it up
 

@@ -92,18 +92,10 @@ def _rotate_and_store_kernel(
 
 
 def rotate_and_store(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
-    angles: tuple[Tensor, Tensor],
-    slots: Tensor,
-    positions: Tensor,
-    tables: Tensor | None,
-    blocks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float,
+    angles: tuple[Tensor, Tensor], slots: Tensor, positions: Tensor, tables: Tensor | None, blocks: Tensor | None,
     gives_keys: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return rotated queries and keys, of the shapes of the projections [tokens, heads, width].
 
     `angles` are the cosines and sines of all positions [positions, width / 2]. Keys and values are stored in `blocks`
@@ -214,15 +206,9 @@ def tile_size(rows: int) -> int:
 
 
 def attend(
-    query: Tensor,
-    blocks: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    tables: Tensor,
-    scale: float,
-    window: int | None,
+    query: Tensor, blocks: Tensor, slots: Tensor, positions: Tensor, tables: Tensor, scale: float, window: int | None,
     num_splits: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the attention [rows, heads, width] of queries [rows, heads, width] over the sequences in `slots` so far.
 
     `blocks` are [blocks, 2, kv heads, BLOCK_SIZE, width]; `positions` and `tables` are indexed by slot.

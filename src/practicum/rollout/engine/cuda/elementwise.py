@@ -123,14 +123,9 @@ def _matvec_kernel(
 
 
 def matvec(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    up: Tensor | None = None,
-    bias: Tensor | None = None,
-    norm: tuple[Tensor, float] | None = None,
-    add_to: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, weight: Tensor, *, up: Tensor | None = None, bias: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None, add_to: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return x @ weight.T [1, num] for a single x [1, width] and a weight [num, width]: the work is to read weights.
 
     `norm`, a weight and an epsilon, norms x first. With `up` the result is silu(x @ weight.T) * (x @ up.T). The result

@@ -5,8 +5,8 @@
                                                                                                                   ▼
     collect ◀─ what was drawn one launch before has come to the host, which then ends sequences and launches again
 
-The device never waits for the host: while a step runs, the host reads what the step before has drawn. A sequence that has
-ended there has one more token drawn for it, which is thrown away.
+The device never waits for the host: while a step runs, the host reads what the step before has drawn. A sequence that
+has ended there has one more token drawn for it, which is thrown away.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from practicum.errors import ResourceError, RolloutError
+from practicum.rollout.engine.cpu.runner import AGREES
 from practicum.rollout.engine.cuda.attention import BLOCK_SIZE, tile_size
 from practicum.rollout.engine.cuda.device_state import DeviceState, InFlight
 from practicum.rollout.engine.cuda.fused_model import DecodeBatch, FusedModel, PrefillBatch
@@ -35,7 +36,6 @@ from practicum.weights import WeightUpdate
 
 _CACHE_SHARE, _MAX_SHARE = 1 / 3, 0.9  # of what is free: unless another size is asked for, and in any case
 _MIN_BLOCKS = 3
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 _TRIAL_TOKENS = BLOCK_SIZE + 6
 Ids = NDArray[np.int32]
 
@@ -43,8 +43,8 @@ Ids = NDArray[np.int32]
 class CudaRunner(ModelRunner):
     """`cache_gb` bounds the memory for keys and values; None takes a third of what is free on the first wake.
 
-    `stays_loaded` says that a trainer computes in this process while the engine sleeps: it uses the memory that torch has
-    cached, which then is not given back.
+    `stays_loaded` says that a trainer computes in this process while the engine sleeps: it uses the memory that torch
+    has cached, which then is not given back.
     """
 
     block_size = BLOCK_SIZE
@@ -205,7 +205,7 @@ class CudaRunner(ModelRunner):
             raise self.unsupported(f"its heads are too large for the kernels on this device: {error}") from error
         if self.recorder is not None:
             self.recorder.take()
-        if not difference < _TOLERANCE[self.module.dtype]:
+        if not difference < AGREES[self.module.dtype]:
             raise self.unsupported(f"its log-probs come out different, by {difference:.2g}")
 
     # Steps
@@ -217,32 +217,30 @@ class CudaRunner(ModelRunner):
         ids = [group[0].ids for group in groups]
         each = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         ends = [0, *accumulate(len(one) for one in ids)]
-        with torch.inference_mode():
-            self._state.begin(sequences)
-            logits, routes = self._read(ids, [group[0].slot for group in groups])
-            for group in groups:
-                self._copy_begun_block(group)
-            on_device = self._state.on_device
-            slots = on_device([sequence.slot for sequence in sequences], np.int32)
-            self._sample(logits[on_device(each, np.int64)], slots, _has_filters(sequences))
-            self._in_flight.add(sequences, routes, [(ends[i], ends[i + 1]) for i in each])
+        on_device = self._state.on_device
+        self._state.begin(sequences)
+        logits, routes = self._read(ids, [group[0].slot for group in groups])
+        for group in groups:
+            self._copy_begun_block(group)
+        slots = on_device([sequence.slot for sequence in sequences], np.int32)
+        self._sample(logits[on_device(each, np.int64)], slots, _has_filters(sequences))
+        self._in_flight.add(sequences, routes, [(ends[i], ends[i + 1]) for i in each])
         self._last = []  # the next launch is of other sequences
 
     def decode(self, sequences: list[Sequence], grown: list[Sequence]) -> None:
         """Draw the next token of each sequence by a graph."""
         num = len(sequences)
-        with torch.inference_mode():
-            if grown:
-                self._state.extend(grown)
-            if sequences != self._last:
-                slots = [sequence.slot for sequence in sequences]
-                self._graphs.choose(self._state.on_device(slots, np.int32))
-                self._last, self._filters = sequences, _has_filters(sequences)
-            tiles = -(-max(one.num_tokens + one.num_launched for one in sequences) // tile_size(num))
-            splits = num_splits(graph_size(num) * self._fused.kv_heads, tiles, self._num_processors)
-            self._graphs.run(num, splits, self._filters)
-            routes = self._in_flight.routes
-            self._in_flight.add(sequences, None if routes is None else routes[:num])
+        if grown:
+            self._state.extend(grown)
+        if sequences != self._last:
+            slots = [sequence.slot for sequence in sequences]
+            self._graphs.choose(self._state.on_device(slots, np.int32))
+            self._last, self._filters = sequences, _has_filters(sequences)
+        tiles = -(-max(one.num_tokens + one.num_launched for one in sequences) // tile_size(num))
+        splits = num_splits(graph_size(num) * self._fused.kv_heads, tiles, self._num_processors)
+        self._graphs.run(num, splits, self._filters)
+        routes = self._in_flight.routes
+        self._in_flight.add(sequences, None if routes is None else routes[:num])
 
     def collect(self) -> list[tuple[Sequence, int, float]]:
         """Return what the oldest launch has drawn for the sequences that have not ended meanwhile; wait for it."""
@@ -254,9 +252,9 @@ class CudaRunner(ModelRunner):
 
     def reset(self) -> None:
         """Forget what is in flight, after a failure."""
-        torch.cuda.synchronize(self.device)
-        self._in_flight.clear()
-        self._last = []
+        if self._cache is not None:
+            self._in_flight.clear()
+            self._last = []
 
     def _step(self, slots: Tensor, splits: int, filters: bool) -> None:
         """Decode once; this is recorded, so all that it reads and writes is at addresses that stay."""
@@ -266,13 +264,10 @@ class CudaRunner(ModelRunner):
 
     def _sample(self, logits: Tensor, slots: Tensor, filters: bool) -> None:
         state, out = self._state, self._in_flight
-        sample(
-            logits, slots, state.num_slots, state.temperatures, state.top_ks, state.top_ps, state.seeds, state.numbers,
-            state.num_prompts, state.positions, state.tokens, out.tokens, out.log_probs, filters=filters,
-        )  # fmt: skip
+        sample(logits, slots, state, out.tokens, out.log_probs, filters=filters)
 
     def _read(self, ids: Items[Ids], slots: Items[int]) -> tuple[Tensor, Tensor | None]:
-        """Return the logits [sequences, vocabulary] after the last token of each sequence, and the routes of all tokens.
+        """Return the logits [sequences, vocabulary] after the last tokens of sequences, and the routes of all tokens.
 
         Keys and values are stored in the blocks of the sequences. A single long sequence is read in parts.
         """
@@ -285,7 +280,7 @@ class CudaRunner(ModelRunner):
         return logits, torch.cat(routes) if routes else None
 
     def _pass(self, ids: Items[Ids], starts: Items[int], slots: Items[int] | None) -> tuple[Tensor, Tensor | None]:
-        """Read tokens of sequences from their starts on. Without slots nothing is stored, and all logits are returned."""
+        """Read tokens of sequences from their starts on; without slots store nothing and return all logits."""
         lengths, state, on_device = [len(one) for one in ids], self._state, self._state.on_device
         positions = np.concatenate([start + np.arange(n) for start, n in zip(starts, lengths, strict=True)])
         new, all_tokens = np.cumsum([0, *lengths]), np.cumsum([0, *np.add(lengths, starts)])
@@ -304,7 +299,7 @@ class CudaRunner(ModelRunner):
         return self._fused.prefill(tokens, batch, None if slots is None else self._blocks, keep), batch.routes
 
     def _copy_begun_block(self, group: Items[Sequence]) -> None:
-        """Copy the block that the prompt has begun from the first sequence of a group, which was read, to the others."""
+        """Copy the block that the prompt has begun from the first sequence of a group to the others."""
         whole, begun = divmod(group[0].num_tokens, BLOCK_SIZE)
         if begun and len(group) > 1:
             to = self._state.on_device([sequence.blocks[whole] for sequence in group[1:]], np.int64)

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from practicum.rollout.engine.cuda.device_state import DeviceState
+
 _BLOCK = 4096
 
 
@@ -171,26 +173,12 @@ def _sample_kernel(
 
 
 def sample(
-    logits: Tensor,
-    slots: Tensor,
-    num_slots: int,
-    temperatures: Tensor,
-    top_ks: Tensor,
-    top_ps: Tensor,
-    seeds: Tensor,
-    numbers: Tensor,
-    prompts: Tensor,
-    positions: Tensor,
-    tokens: Tensor,
-    out_tokens: Tensor,
-    out_log_probs: Tensor,
-    *,
-    filters: bool,
+    logits: Tensor, slots: Tensor, state: DeviceState, out_tokens: Tensor, out_log_probs: Tensor, *, filters: bool
 ) -> None:
     """Draw the next token of each row of logits [rows, vocabulary], and its log-prob before top-k and top-p.
 
-    Sampling parameters are indexed by slot; so are `tokens` and `positions`, which are advanced. `filters` says that
-    some row has a top-k or top-p. The log-prob of a row whose logits are NaN is NaN.
+    `state` has the sampling parameters, and the tokens and positions, which are advanced. `filters` says that some row
+    has a top-k or top-p. The log-prob of a row whose logits are NaN is NaN.
     """
     rows, num = logits.shape
     num_blocks = triton.cdiv(num, _BLOCK)
@@ -200,12 +188,13 @@ def sample(
         thresholds = torch.empty(rows, dtype=torch.int32, device=logits.device)
         bits = 16 if logits.dtype == torch.bfloat16 else 32  # a bfloat16 is the upper half of a float32
         _filter_kernel[(rows,)](
-            logits, num, slots, temperatures, top_ks, top_ps, thresholds, _BLOCK, bits, num_warps=8
+            logits, num, slots, state.temperatures, state.top_ks, state.top_ps, thresholds, _BLOCK, bits, num_warps=8
         )  # fmt: skip
     _reduce_kernel[(rows, num_blocks)](
-        logits, num, num_blocks, slots, temperatures, thresholds, partials, _BLOCK, filters, num_warps=8
+        logits, num, num_blocks, slots, state.temperatures, thresholds, partials, _BLOCK, filters, num_warps=8
     )  # fmt: skip
     _sample_kernel[(rows,)](
-        logits, num, num_blocks, slots, num_slots, temperatures, seeds, numbers, prompts, positions, tokens, thresholds,
-        partials, out_tokens, out_log_probs, _BLOCK, triton.next_power_of_2(num_blocks), filters, num_warps=8,
+        logits, num, num_blocks, slots, state.num_slots, state.temperatures, state.seeds, state.numbers,
+        state.num_prompts, state.positions, state.tokens, thresholds, partials, out_tokens, out_log_probs, _BLOCK,
+        triton.next_power_of_2(num_blocks), filters, num_warps=8,
     )  # fmt: skip

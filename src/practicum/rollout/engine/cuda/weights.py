@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from practicum.rollout.engine.cuda.virtual_memory import VirtualMemory
-from practicum.rollout.sleeping import PinnedBytes
+from practicum.rollout.engine.sleep import PinnedBytes
 from practicum.weights import WeightUpdate
 
 _ALIGNMENT = 256
@@ -104,3 +104,14 @@ def copy_weights(model: Any, update: WeightUpdate) -> None:
     for name, tensor in update.tensors:
         parameters.pop(name).data.copy_(tensor)
     assert not parameters or not update.is_whole, f"the update left out {', '.join(parameters)}"
+
+
+def as_one(tensors: list[Tensor]) -> Tensor | None:
+    """Return weights [num, ...] that are adjacent in memory as one tensor; None if they are not adjacent."""
+    at = tensors[0].data_ptr()
+    for one in tensors:
+        if one.data_ptr() != at or not one.is_contiguous():
+            return None
+        at += one.nbytes
+    first = tensors[0].detach()
+    return first.as_strided((sum(len(one) for one in tensors), *first.shape[1:]), first.stride())

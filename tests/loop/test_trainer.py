@@ -278,7 +278,7 @@ def test_more_workers_than_the_machine_has(make_config: MakeConfig, ray_session:
         Trainer(config)
     assert "# this cannot start\ntrainer.num_workers=99 needs" in explanation(config)
     with pytest.raises(ResourceError, match="asked for 99 processes"):
-        list(Trainer(config, checks_writers=False).steps())
+        list(Trainer(config, checks_rollout=False).steps())
 
 
 def test_a_failing_reward_stops_the_run_with_its_reason(make_config: MakeConfig) -> None:

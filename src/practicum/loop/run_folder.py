@@ -146,7 +146,8 @@ class RunFolder:
         self._mark_best()
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether these are better than the metrics of any checkpoint so far. Of equals the first is the best."""
+        """Return whether these are better than the metrics of any checkpoint so far. Of equals the first is the
+        best."""
         if self._best_by is None or self._best_by not in metrics:
             return False
         return self.best is None or metrics[self._best_by] > self.best.value

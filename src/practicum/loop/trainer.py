@@ -31,7 +31,7 @@ from practicum.loop.run_folder import RunFolder, RunState
 from practicum.loop.settings import check_lora
 from practicum.loop.trackers import check_trackers, open_trackers
 from practicum.loop.validation import check_keep_best, validation_metrics
-from practicum.models import absolute, encode_prompts, load_config, load_tokenizer, other_words
+from practicum.models import absolute, encode_prompts, load_config, load_tokenizer, vocabulary_conflicts
 from practicum.replay import Recording
 from practicum.reward import Progress, check_reward, open_reward_centre
 from practicum.rollout.agent.tools import describe_tools
@@ -266,7 +266,7 @@ def _check_models(config: Config, model_config: Any, tokenizer: Any) -> None:
         if path is not None:
             try:
                 own, other = (c.get_text_config().vocab_size for c in (model_config, load_config(path)))
-                others = other_words(tokenizer, path)
+                others = vocabulary_conflicts(tokenizer, path)
             except ModelError as error:
                 raise ModelError(f"{key}={path}: {error}") from error
             if own != other:

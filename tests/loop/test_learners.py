@@ -98,15 +98,15 @@ def test_another_coefficient_counts_from_the_restart_on(make_config: MakeConfig)
         assert row["actor/kl_coefficient"] == pytest.approx({3: 0.7, 4: 0.7 * 1.02}[number])
 
 
-def test_a_reference_that_reads_tokens_as_vocabulary_conflicts_is_refused(make_config: MakeConfig, tmp_path:
-Path) -> None: other = tmp_path
-/
-"other" shutil.copytree(make_config().model.path, other) for told in ((*KL, f"algorithm.kl.reference={other}"),
-(*GAE, f"critic.path={other}")): Trainer(make_config(*told))
-    words = json.loads((other
-    / "tokenizer.json").read_text()) ids
-    = words["model"]["vocab"] ids["0"], ids["1"] = ids["1"],
-    ids["0"] (other / "tokenizer.json").write_text(json.dumps(words))
+def test_a_reference_that_reads_tokens_as_other_text_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(make_config().model.path, other)
+    for told in ((*KL, f"algorithm.kl.reference={other}"), (*GAE, f"critic.path={other}")):
+        Trainer(make_config(*told))
+    words = json.loads((other / "tokenizer.json").read_text())
+    ids = words["model"]["vocab"]
+    ids["0"], ids["1"] = ids["1"], ids["0"]
+    (other / "tokenizer.json").write_text(json.dumps(words))
     for told in ((*KL, f"algorithm.kl.reference={other}"), (*GAE, f"critic.path={other}")):
         with pytest.raises(ConfigError, match=r"other reads 2 tokens as other text than model .*: token \d+ is '[01]'"):
             Trainer(make_config(*told))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from practicum.rollout.agent.calls import CALL_FORMATS, BadCall, Call, hermes, plain
 
 
-def test_hermes_calls_are_found_among_vocabulary_conflicts() -> None:
+def test_hermes_calls_are_found_among_other_words() -> None:
     text = (
         'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call> and '
         '<tool_call>{"name": "now"}</tool_call><tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>'

@@ -10,10 +10,12 @@ import pytest
 
 from practicum.errors import RolloutError
 from practicum.models import load_tokenizer
-from practicum.rollout.remote.completions import CompletionsClient
-from practicum.rollout.remote.dialect import Dialect, TokenReader, find_filtered, seed_of, shake_hands
-from practicum.types import Prompt, RolloutRequest, SamplingParams
+from practicum.rollout.engine.sequence import Sequence
+from practicum.rollout.remote.capabilities import Capabilities, TokenReader, probe, probe_filters, seed_of
+from practicum.rollout.remote.client import CompletionsClient
+from practicum.types import Prompt, SamplingParams
 from tests.rollout.fake_completions import FakeServer, make_table
+from tests.samples import make_sample
 
 
 @pytest.fixture(scope="module")
@@ -21,19 +23,19 @@ def tokenizer(tiny_model: Path) -> Any:
     return load_tokenizer(str(tiny_model))
 
 
-def met(server: FakeServer, tokenizer: Any, model: str | None = None) -> Dialect:
-    async def shake() -> Dialect:
+def probed(server: FakeServer, tokenizer: Any, model: str | None = None) -> Capabilities:
+    async def work() -> Capabilities:
         client = CompletionsClient(timeout_s=20)
         try:
-            dialect = await shake_hands(client, server.url, model, tokenizer)
-            if dialect.is_filtered is None:
-                dialect = replace(dialect, is_filtered=await find_filtered(client, server.url, dialect, tokenizer))
-            return dialect
+            found = await probe(client, server.url, model, tokenizer)
+            if found.is_filtered is None:
+                found = replace(found, is_filtered=await probe_filters(client, server.url, found, tokenizer))
+            return found
         finally:
             await client.close()
 
     with server:
-        return asyncio.run(shake())
+        return asyncio.run(work())
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "plain", "texts"])
@@ -41,39 +43,39 @@ def met(server: FakeServer, tokenizer: Any, model: str | None = None) -> Dialect
     ("kind", "expected"), [("raw", (False, False)), ("tempered", (True, False)), ("processed", (True, True))]
 )
 def test_what_log_probs_mean_is_found_out(tokenizer: Any, dialect: str, kind: str, expected: tuple[bool, bool]) -> None:
-    found = met(FakeServer(dialect, log_probs=kind, tokenizer=tokenizer), tokenizer)
+    found = probed(FakeServer(dialect, log_probs=kind, tokenizer=tokenizer), tokenizer)
     assert (found.is_tempered, found.is_filtered) == expected
-    assert (found.model, found.most_tokens, found.is_rich) == ("table", 64, dialect == "vllm")
+    assert (found.model, found.max_tokens, found.has_extensions) == ("table", 64, dialect == "vllm")
 
 
 def test_a_model_that_is_certain_of_everything_leaves_it_open(tokenizer: Any) -> None:
-    found = met(FakeServer(table=make_table(scale=5000.0)), tokenizer)
+    found = probed(FakeServer(table=make_table(scale=5000.0)), tokenizer)
     assert (found.is_tempered, found.is_filtered) == (False, True)
 
 
 def test_ours_is_taken_at_its_word(tokenizer: Any) -> None:
-    found = met(FakeServer("practicum"), tokenizer)
-    assert found.is_rich and found.is_tempered and not found.is_filtered and found.can_number_answers
+    found = probed(FakeServer("practicum"), tokenizer)
+    assert found.has_extensions and found.is_tempered and not found.is_filtered and found.can_number_answers
 
 
 def test_servers_that_cannot_be_used_are_refused(tokenizer: Any) -> None:
     with pytest.raises(RolloutError, match="neither token ids nor the tokens"):
-        met(FakeServer("texts", names_tokens=False), tokenizer)
+        probed(FakeServer("texts", names_tokens=False), tokenizer)
     with pytest.raises(RolloutError, match="no token of the model has the text '\\?'"):
-        met(FakeServer("texts"), tokenizer)
+        probed(FakeServer("texts"), tokenizer)
     with pytest.raises(RolloutError, match="neither token ids nor the tokens"):
-        met(FakeServer("texts", tells_log_probs=False, tokenizer=tokenizer), tokenizer)
+        probed(FakeServer("texts", tells_log_probs=False, tokenizer=tokenizer), tokenizer)
     with pytest.raises(RolloutError, match="'other'; it lists: table"):
-        met(FakeServer(), tokenizer, "other")
+        probed(FakeServer(), tokenizer, "other")
 
 
-RAW = Dialect("m", "vllm", None, True, False, False)
-PROCESSED = Dialect("m", "vllm", None, True, True, True)
-BARE = Dialect("m", "", None, False, False, True)
+RAW = Capabilities("m", "vllm", None, True, False, False)
+PROCESSED = Capabilities("m", "vllm", None, True, True, True)
+BARE = Capabilities("m", "", None, False, False, True)
 
 
 @pytest.mark.parametrize(
-    ("dialect", "params", "refusal"),
+    ("known", "params", "refusal"),
     [
         (RAW, SamplingParams(1), None),
         (RAW, SamplingParams(1, 0.0), None),
@@ -87,24 +89,27 @@ BARE = Dialect("m", "", None, False, False, True)
     ],
 )
 def test_what_log_probs_would_be_wrong_for_is_refused(
-    dialect: Dialect, params: SamplingParams, refusal: str | None
+    known: Capabilities, params: SamplingParams, refusal: str | None
 ) -> None:
     if refusal is None:
-        dialect.check(params, "http://x")
+        known.check(params, "http://x")
     else:
         with pytest.raises(RolloutError, match=refusal):
-            dialect.check(params, "http://x")
+            known.check(params, "http://x")
 
 
 def test_each_answer_has_a_seed_of_its_own() -> None:
-    def request(seed: int, first: int) -> RolloutRequest:
-        ids = np.array([1, 2], np.int32)
-        return RolloutRequest(Prompt("p", text="x"), ids, SamplingParams(4), seed, first)
+    def seed(seed: int, number: int, num_written: int = 0) -> int:
+        ids, params = np.array([1, 2], np.int32), SamplingParams(4)
+        sequence = Sequence(Prompt("p", text="x"), ids, params, seed, number)
+        if num_written:
+            sequence.written = make_sample(2, num_written)
+        return seed_of(sequence)
 
-    assert seed_of(request(5, 3), 0) == seed_of(request(5, 0), 0) + 3
-    assert len({seed_of(request(seed, 0), 0) for seed in range(1000)}) == 1000
-    assert len({seed_of(request(5, first), before) for first in range(5) for before in range(1, 5)}) == 20
-    assert all(0 <= seed_of(request(2**64 - 1, 0), before) < 2**31 for before in range(50))
+    assert seed(5, 3) == seed(5, 0) + 3
+    assert len({seed(one, 0) for one in range(1000)}) == 1000
+    assert len({seed(5, number, before) for number in range(5) for before in range(1, 5)}) == 20
+    assert all(0 <= seed(2**64 - 1, 0, before) < 2**31 for before in range(50))
 
 
 def test_tokens_are_known_by_id_or_by_a_text_that_only_one_has(tokenizer: Any) -> None:

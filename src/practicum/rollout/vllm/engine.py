@@ -1,16 +1,17 @@
 """The engine `vllm`: vLLM's own server as a child process, in whatever environment it is installed in; or vLLM here.
 
-    this process ── completions by token ids ─▶ vLLM's HTTP server ─▶ its workers, with our `vllm_worker` mixed in
+    this process ── completions by token ids ─▶ vLLM's HTTP server ─▶ its workers, with `vllm/worker.py` mixed in
                  ── weights: a folder of safetensors, and a call that has the workers load it
                  ── or adapters alone: a folder of them, and requests that name them
                  ── sleep and wake (on GPUs; on the CPU vLLM has nothing to give back)
 
 vLLM needs a torch of its own choosing, hence the other process and the other Python: Practicum is not installed there.
-Where both are installed together, `in_process` does without server and HTTP: see `vllm_local`. Nothing else differs.
+Where both are installed together, `in_process` does without server and HTTP: see local.py. Nothing else differs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -21,6 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,27 +34,26 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from practicum.adapters import LoneAdapters, find_targets, write_adapters
+from practicum.adapters import LoneAdapters, find_targets
 from practicum.errors import RolloutError
-from practicum.models import absolute, empty_model, load_config, load_tokenizer, plain_path, save_merged
+from practicum.models import absolute, empty_model, load_config, plain_path, save_merged
 from practicum.replay import RouterShape, router_shape
-from practicum.rollout.remote import vllm_worker
-from practicum.rollout.remote.completions import CompletionsClient, ServerFailure, Transport
-from practicum.rollout.remote.dialect import Dialect, shake_hands
-from practicum.rollout.remote.engine import Answer, Job, RemoteRollout
-from practicum.rollout.remote.folders import eos_ids_of, write_folder
-from practicum.rollout.remote.guarded import GuardedServer
-from practicum.rollout.remote.vllm_local import LocalVllm, Vllm
+from practicum.rollout.engine.sequence import Sequence
+from practicum.rollout.remote.capabilities import probe
+from practicum.rollout.remote.client import CompletionsClient, ServerFailure
+from practicum.rollout.remote.engine import CONTROL_TIMEOUT_S, Answer, RemoteRollout
+from practicum.rollout.vllm import worker
+from practicum.rollout.vllm.local import LocalVllm, Vllm
+from practicum.rollout.vllm.process import ChildServer
 from practicum.types import RoutedExperts
 from practicum.weights import WeightUpdate
 
 _MODULE = "practicum_vllm_worker"
-_LOOK_S = 60.0
+_FIND_S = 60.0
 _POLL_S = 0.25
 _HEALTH_S = 5.0
-_CONTROL_S = 600.0
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Of adapters that vLLM may be told to have room for."""
+"""The ranks of adapters that vLLM can have room for."""
 
 
 class VllmRollout(RemoteRollout):
@@ -59,8 +61,10 @@ class VllmRollout(RemoteRollout):
     With `in_process` vLLM runs in this very process.
 
     Options are written as on its command line, with underscores: `{"gpu_memory_utilization": 0.5}`. `keep_routes` has
-    it return the experts each token was sent to; answers then come whole, so nothing is left of one that is broken off.
+    it return the experts each token was sent to; answers then come whole, so nothing is left of one that is aborted.
     With `adapters` it has the model that they belong to, and computes with both side by side.
+
+    It starts at once, which takes a while, and is probed when it is resumed first.
     """
 
     def __init__(
@@ -83,91 +87,94 @@ class VllmRollout(RemoteRollout):
     ) -> None:
         assert not (in_process and python), "in_process is about the Python we run in"
         check_installed(python, in_process=in_process)
-        self._adapters = adapters
-        self._path = absolute(model_path if adapters is None else adapters.base)
-        goes_on = self._path != absolute(model_path)  # with adapters that have been learnt before
-        self._can_sleep = device is not None and device.type == "cuda"
-        self._exchange_dir = exchange_dir
-        self._routers = router_shape(empty_model(load_config(self._path))) if keep_routes else None
-        tokenizer, eos_ids = load_tokenizer(self._path), eos_ids_of(self._path)
         self._folder = Path(tempfile.mkdtemp(prefix="practicum-vllm-"))
-        self._path = self._whole(dtype)
-        self._model = f"practicum-{uuid.uuid4().hex}"  # a server that others start at this address knows no such one
+        path = absolute(model_path if adapters is None else adapters.base)
+        self._first_adapters = None if path == absolute(model_path) else model_path  # that have been learnt before
+        if plain_path(path) != path:
+            save_merged(path, self._folder / "model", dtype)
+            path = str(self._folder / "model")
+        self._can_sleep = device is not None and device.type == "cuda"
+        self._routers = router_shape(empty_model(load_config(path))) if keep_routes else None
+        self._path, self._adapters = path, adapters
+        self._served_model = f"practicum-{uuid.uuid4().hex}"  # a server that others start here knows no such model
         settings = self._settings(dtype, tensor_parallel, max_batch, cache_gb) | dict(options or {})
         environment = self._environment(cache_gb)
-        self._server: GuardedServer | None = None
-        client: Transport
+        self._server: ChildServer | None = None
+        client: LocalVllm | CompletionsClient
         if in_process:
             self._url = "in this process"
-            client = LocalVllm(Vllm(arguments(settings), environment), model=self._model, timeout_s=timeout_s)
+            client = LocalVllm(Vllm(arguments(settings), environment), model=self._served_model, timeout_s=timeout_s)
         else:
             self._url = f"http://127.0.0.1:{_free_port()}"
-            self._server = self._start_server(python or sys.executable, settings, environment)
             client = CompletionsClient(timeout_s=timeout_s)
-        super().__init__(client, tokenizer=tokenizer, eos_ids=eos_ids, max_batch=max_batch)
+        super().__init__(client, model_path=path, max_batch=max_batch, adapters=adapters, exchange_dir=exchange_dir)
         self._reads_routes = keep_routes
         self._is_asleep = False
         self._num_loads = 0  # of adapters
         try:
-            self._wait_until_healthy(start_timeout_s)
-            self._call("/collective_rpc", {"method": "practicum_prepare"})
-            self._dialect = self._shake_hands()
-            if goes_on:
-                self._load_adapters(model_path)
+            if isinstance(client, LocalVllm):
+                client.start(start_timeout_s)
+            else:
+                self._server = self._start_server(python or sys.executable, settings, environment)
+                self._wait_until_healthy(self._server, start_timeout_s)
         except BaseException:
-            self.close()
+            self._stop()
             raise
 
-    def _whole(self, dtype: torch.dtype) -> str:
-        """Where its model is; adapters are merged first."""
-        if plain_path(self._path) == self._path:
-            return self._path
-        save_merged(self._path, self._folder / "model", dtype)
-        return str(self._folder / "model")
-
-    def resume(self) -> None:
+    async def resume(self) -> None:
         if self._is_asleep:
-            self._call("/wake_up")
+            await self._call("/wake_up")
             self._is_asleep = False
-        self._awake = True
+        if self._capabilities is None:
+            await self._call("/collective_rpc", {"method": "practicum_prepare"})
+            try:
+                self._capabilities = await probe(self._client, self._url, self._served_model, self._tokenizer)
+            except RolloutError as error:
+                raise RolloutError(f"{error}{self._output}") from error
+            if self._first_adapters is not None:
+                await self._load_adapters(self._first_adapters)
+        self._is_awake = True
 
-    def release(self) -> None:
-        self._awake = False
+    async def release(self) -> None:
+        self._is_awake = False
         if self._can_sleep and not self._is_asleep:
-            self._call("/sleep?level=1")  # weights go to the host's memory, the cache is dropped
+            await self._call("/sleep?level=1")  # weights go to the host's memory, the cache is dropped
             self._is_asleep = True
 
-    def update_weights(self, update: WeightUpdate) -> None:
+    async def update_weights(self, update: WeightUpdate) -> None:
         assert not self._is_asleep, "update_weights before resume"
+        await super().update_weights(update)
+
+    async def _load(self, folder: str, version: int) -> None:
         if self._adapters is None:
-            with tempfile.TemporaryDirectory(prefix="weights-", dir=self._exchange_dir) as folder:
-                write_folder(Path(folder), self._path, update.tensors)
-                self._load(folder)
+            await self._load_model(folder)
         else:
-            with tempfile.TemporaryDirectory(prefix="adapters-", dir=self._folder) as folder:
-                write_adapters(Path(folder), self._adapters, update.tensors)
-                self._load_adapters(folder)
+            await self._load_adapters(folder)
         # Keys and values of the old weights would be taken for those of the new ones.
-        if not self._call("/reset_prefix_cache").get("success"):
+        if not (await self._call("/reset_prefix_cache")).get("success"):
             raise RolloutError(f"{self._name} still writes, so its cache cannot be emptied for new weights.")
-        self._version = update.version
 
-    def _load(self, folder: str) -> None:
-        self._call("/collective_rpc", {"method": "practicum_load", "args": [folder]})
+    async def _load_model(self, folder: str) -> None:
+        await self._call("/collective_rpc", {"method": "practicum_load", "args": [folder]})
 
-    def _load_adapters(self, folder: str) -> None:
-        """From now on the model of all requests is the one with these. vLLM has room for one: they take that of those
-        before, and nobody asks for these any more."""
+    async def _load_adapters(self, folder: str) -> None:
+        """Have all requests from now on answered by the model with these adapters.
+
+        vLLM has room for one: they take the room of those before, which nobody asks for any more.
+        """
         self._num_loads += 1
-        name = f"{self._model}-{self._num_loads}"  # one that failed may be there all the same
-        self._call("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
-        self._dialect = replace(self._known, model=name)
+        name = f"{self._served_model}-{self._num_loads}"  # one that failed may be there all the same
+        await self._call("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        self._capabilities = replace(self._known, model=name)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End it. A server also ends with this process, however that comes."""
+        await super().close()
+        await asyncio.to_thread(self._stop)
+
+    def _stop(self) -> None:
         if self._server is not None:
             self._server.stop()
-        super().close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _address(self) -> str:
@@ -180,14 +187,14 @@ class VllmRollout(RemoteRollout):
     def _settings(
         self, dtype: torch.dtype, tensor_parallel: int, max_batch: int, cache_gb: float | None
     ) -> dict[str, Any]:
-        """vLLM's options, but for those of its server."""
+        """Return vLLM's options, but for those of its server."""
         settings: dict[str, Any] = {
             "model": self._path,
-            "served_model_name": self._model,
+            "served_model_name": self._served_model,
             "dtype": str(dtype).removeprefix("torch."),
             "tensor_parallel_size": tensor_parallel,
             "logprobs_mode": "processed_logprobs",
-            "worker_extension_cls": f"{vllm_worker.__name__}.{vllm_worker.PracticumWorker.__name__}",
+            "worker_extension_cls": f"{worker.__name__}.{worker.PracticumWorker.__name__}",
             "generation_config": "vllm",  # none of the model's own settings: what is asked for counts
             "max_num_seqs": max_batch,
         }
@@ -209,71 +216,67 @@ class VllmRollout(RemoteRollout):
             ours["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(cache_gb)))
         return ours
 
-    def _start_server(self, python: str, settings: dict[str, Any], environment: dict[str, str]) -> GuardedServer:
-        shutil.copyfile(vllm_worker.__file__, self._folder / f"{_MODULE}.py")
+    def _start_server(self, python: str, settings: dict[str, Any], environment: dict[str, str]) -> ChildServer:
+        shutil.copyfile(worker.__file__, self._folder / f"{_MODULE}.py")
         # Our worker goes by another name there, where Practicum is not installed.
-        worker = {"worker_extension_cls": f"{_MODULE}.{vllm_worker.PracticumWorker.__name__}"}
+        extension = {"worker_extension_cls": f"{_MODULE}.{worker.PracticumWorker.__name__}"}
         server = {"host": "127.0.0.1", "port": int(self._url.rsplit(":", 1)[1])}
-        words = arguments(settings | server | worker)
+        words = arguments(settings | server | extension)
         paths = [str(self._folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         more = {
             "PYTHONPATH": os.pathsep.join(paths),
             "VLLM_SERVER_DEV_MODE": "1",  # for sleep and new weights; the server listens to this machine only
         }
-        return GuardedServer(
+        return ChildServer(
             [python, "-m", "vllm.entrypoints.openai.api_server", *words],
             log=self._folder / "vllm.log",
             environment=dict(os.environ) | environment | more,
         )
 
     @property
-    def _said(self) -> str:
+    def _output(self) -> str:
         """The end of what its server printed; within this process it prints to our own log."""
-        return "" if self._server is None else f" The end of what vLLM said:\n{self._server.last_words}"
+        return "" if self._server is None else f" The end of what vLLM said:\n{self._server.last_output}"
 
-    def _wait_until_healthy(self, timeout_s: float) -> None:
+    def _wait_until_healthy(self, server: ChildServer, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         while True:
-            if self._server is not None and self._server.exit_code is not None:
-                raise RolloutError(
-                    f"vLLM ended with exit code {self._server.exit_code} before it was ready.{self._said}"
-                )
-            wait_s = timeout_s if self._server is None else _HEALTH_S
+            if server.exit_code is not None:
+                raise RolloutError(f"vLLM ended with exit code {server.exit_code} before it was ready.{self._output}")
             try:
-                self._thread.run(self._client.call(self._url, "GET", "/health", timeout_s=wait_s))
-                return
-            except ServerFailure as failure:
-                if not failure.may_pass:
-                    raise RolloutError(f"vLLM did not start. {failure}.{self._said}") from failure
-                if time.monotonic() > deadline:
-                    raise RolloutError(f"vLLM was not ready within {timeout_s:g} s.{self._said}") from None
+                with opener.open(f"{self._url}/health", timeout=_HEALTH_S):
+                    return
+            except urllib.error.HTTPError as error:
+                if error.code < 500:
+                    raise RolloutError(
+                        f"vLLM did not start. It answered /health with {error}.{self._output}"
+                    ) from error
+            except OSError:
+                pass  # it does not listen yet
+            if time.monotonic() > deadline:
+                raise RolloutError(f"vLLM was not ready within {timeout_s:g} s.{self._output}")
             time.sleep(_POLL_S)
 
-    def _shake_hands(self) -> Dialect:
+    async def _call(self, path: str, body: Any = None) -> Any:
         try:
-            return self._thread.run(shake_hands(self._client, self._url, self._model, self._tokenizer))
-        except RolloutError as error:
-            raise RolloutError(f"{error}{self._said}") from error
-
-    def _call(self, path: str, body: Any = None) -> Any:
-        try:
-            return self._thread.run(self._client.call(self._url, "POST", path, body or {}, _CONTROL_S)) or {}
+            return await self._client.call(self._url, "POST", path, body or {}, CONTROL_TIMEOUT_S) or {}
         except ServerFailure as failure:
-            raise RolloutError(f"{failure}.{self._said}") from failure
+            raise RolloutError(f"{failure}.{self._output}") from failure
 
-    def _error(self, request: Any, error: Exception) -> Exception:
-        told = super()._error(request, error)
-        if isinstance(told, RolloutError) and self._server is not None and self._server.exit_code is not None:
-            return RolloutError(f"vLLM has ended. {told}{self._said}")
-        return told
+    def _error(self, sequence: Sequence, error: BaseException) -> Exception:
+        own = super()._error(sequence, error)
+        if isinstance(own, RolloutError) and self._server is not None and self._server.exit_code is not None:
+            return RolloutError(f"vLLM has ended. {own}{self._output}")
+        return own
 
-    def _routes(self, job: Job, answer: Answer, choice: Mapping[str, Any]) -> RoutedExperts | None:
+    def _routes(self, answer: Answer, choice: Mapping[str, Any]) -> RoutedExperts | None:
         if self._routers is None:
             return None
         packed = choice.get("routed_experts")
         if packed is None:
             raise RolloutError(f"{self._name} returned no routed experts, though it was started to.")
-        return decode_routes(packed, self._routers, len(job.prompt) + len(answer.tokens))
+        return decode_routes(packed, self._routers, answer.sequence.num_tokens)
 
 
 def _lora_settings(adapters: LoneAdapters) -> dict[str, Any]:
@@ -285,7 +288,7 @@ def _lora_settings(adapters: LoneAdapters) -> dict[str, Any]:
 
 
 def decode_routes(packed: str | NDArray[Any], routers: RouterShape, num_tokens: int) -> RoutedExperts:
-    """From vLLM's rows for all layers, one for each token that a next one was drawn after: not for the last."""
+    """Return the routes in vLLM's rows for all layers, one for each token that a next one was drawn after."""
     rows = np.load(io.BytesIO(base64.b64decode(packed)), allow_pickle=False) if isinstance(packed, str) else packed
     num_known = min(len(rows), num_tokens)
     if num_known < num_tokens - 1 or rows.shape[1] <= routers.layers[-1] or rows.shape[2] != routers.k:
@@ -299,7 +302,7 @@ def decode_routes(packed: str | NDArray[Any], routers: RouterShape, num_tokens: 
 
 
 def arguments(settings: Mapping[str, Any]) -> list[str]:
-    """As on vLLM's command line."""
+    """Return settings as they are written on vLLM's command line."""
     words: list[str] = []
     for name, value in settings.items():
         flag = name.replace("_", "-")
@@ -315,11 +318,11 @@ def arguments(settings: Mapping[str, Any]) -> list[str]:
 
 
 def check_installed(python: str | None, *, in_process: bool = False) -> None:
-    """Raise `RolloutError` where there is no vLLM in this Python; None: the one we run in."""
-    look = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('vllm') else 3)"
+    """Raise `RolloutError` where there is no vLLM in this Python; None is the one we run in."""
+    find = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('vllm') else 3)"
     try:
-        looked = subprocess.run([python or sys.executable, "-c", look], timeout=_LOOK_S, check=False)
-        code: int | str = looked.returncode
+        found = subprocess.run([python or sys.executable, "-c", find], timeout=_FIND_S, check=False)
+        code: int | str = found.returncode
     except (OSError, subprocess.TimeoutExpired) as error:
         code = str(error)
     if code != 0:

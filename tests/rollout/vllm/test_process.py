@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-
 from practicum.rollout.remote.guarded import GuardedServer
 
 # Starts a process of its own, cuts it loose, tells both pids and ignores requests to end.

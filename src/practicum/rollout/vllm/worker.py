@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: new weights that arrive whole, and log-probs as the contract of engines asks for.
+"""The part that runs inside vLLM's workers: takes new weights, and gives log-probs as the contract of engines asks for.
 
 vLLM mixes the class below into its workers (`--worker-extension-cls`); its methods are called over `/collective_rpc`.
 The file is copied into vLLM's environment as it is, so it imports nothing of Practicum. All patches to vLLM are here:
@@ -61,7 +61,7 @@ def _pack_heads(model: Any) -> int:
 
 
 def _patch_sampler(runner: Any) -> bool:
-    """Whether there is one of the kind that is known here, which works in the mode `processed_logprobs`."""
+    """Patch the sampler if it is of the known kind, in the mode `processed_logprobs`; return whether it is."""
     sampler = getattr(runner, "sampler", None)
     filters = getattr(sampler, "topk_topp_sampler", None)
     if filters is None or getattr(sampler, "logprobs_mode", None) != "processed_logprobs":

@@ -1,6 +1,6 @@
-"""vLLM inside this process: what its server would answer, without a server.
+"""vLLM inside this process: it answers as its server would, without a server.
 
-    the client's loop ── orders: a request, an abort, new weights ─▶ vLLM's thread ── step ─▶ tokens, to who asked
+    event loop ── commands: a request, an abort, new weights ─▶ vLLM's thread ── step ─▶ outputs, to who asked
 
 All of vLLM runs in the one thread that has made it: a thread's device and its number of cores are its own matter.
 Requests and answers are those of the completions protocol, so whoever talks to a server can talk to this instead.
@@ -19,35 +19,36 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, Protocol
 
-from practicum.rollout.remote.completions import ServerFailure
+from practicum.errors import RolloutError
+from practicum.rollout.remote.client import ServerFailure
 
 _STOP_S = 60.0
-# What a server is told beside the parameters of sampling. Tokens are named by their ids here in any case.
+# Fields of a request beside the parameters of sampling. Tokens are named by their ids here in any case.
 _NOT_SAMPLING = ("model", "prompt", "echo", "return_token_ids", "return_tokens_as_token_ids")
 
-Order = Callable[[Any], Any]  # what to do with the engine
+Command = Callable[[Any], Any]  # is called with the engine
 
 
 class Library(Protocol):
-    """vLLM, as far as it is used here. All of it is called in vLLM's thread."""
+    """vLLM, as far as it is used here. All methods are called in vLLM's thread."""
 
     def start(self) -> Any:
-        """vLLM's `LLMEngine`, with all of it in this process."""
+        """Return vLLM's `LLMEngine`, with all of it in this process."""
 
     def params(self, fields: Mapping[str, Any], *, is_streamed: bool) -> Any:
-        """Its `SamplingParams`."""
+        """Return its `SamplingParams`."""
 
     def adapters(self, name: str, number: int, folder: str) -> Any:
-        """Its `LoRARequest`."""
+        """Return its `LoRARequest`."""
 
     def stop(self, engine: Any) -> None: ...
 
 
 class Vllm:
-    """The one that is installed. `words` are its options, as on its command line."""
+    """The vLLM that is installed. `arguments` are its options, as on its command line."""
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._words = list(words)
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._arguments = list(arguments)
         self._environment = dict(environment)
 
     def start(self) -> Any:
@@ -58,9 +59,11 @@ class Vllm:
         from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found,unused-ignore]
 
         try:
-            options = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(self._words)
+            options = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(self._arguments)
         except SystemExit:
-            raise ValueError(f"vLLM does not understand its options (rollout.vllm.options): {self._words}") from None
+            raise ValueError(
+                f"vLLM does not understand its options (rollout.vllm.options): {self._arguments}"
+            ) from None
         return LLMEngine.from_engine_args(EngineArgs.from_cli_args(options))
 
     def params(self, fields: Mapping[str, Any], *, is_streamed: bool) -> Any:
@@ -83,20 +86,28 @@ class Vllm:
 
 
 class LocalVllm:
-    """A `Transport` to vLLM in this process, whatever address it is asked at. It starts at once; `/health` waits."""
+    """A `Transport` to vLLM in this process, whatever address is asked."""
 
     def __init__(self, library: Library, *, model: str, timeout_s: float = 300.0) -> None:
         self.timeout_s = timeout_s
         self._library = library
         self._model = model
-        self._orders: queue.SimpleQueue[tuple[Order, Future[Any]] | None] = queue.SimpleQueue()
-        self._sinks: dict[str, Callable[[Any], None]] = {}  # by request; for vLLM's thread
-        self._adapters: dict[str, Any] = {}  # by the name of the model with them: the newest; likewise
-        self._num_loads = 0
-        self._lock = threading.Lock()
-        self._ended: BaseException | None = None  # no orders are taken any more
+        self._commands: queue.SimpleQueue[tuple[Command, Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="practicum-vllm", daemon=True)
+        # For vLLM's thread:
+        self._sinks: dict[str, Callable[[Any], None]] = {}  # by request
+        self._adapters: dict[str, Any] = {}  # by the name of the model with them: the newest
+        self._num_loads = 0
+
+    def start(self, timeout_s: float) -> None:
+        """Start vLLM and wait until it is ready."""
         self._thread.start()
+        try:
+            self._put(lambda engine: None).result(timeout_s)
+        except TimeoutError:
+            raise RolloutError(f"vLLM was not ready within {timeout_s:g} s.") from None
+        except Exception as error:
+            raise RolloutError(f"vLLM did not start. It failed: {error!r}.") from error
 
     async def call(
         self, server: str, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
@@ -107,12 +118,12 @@ class LocalVllm:
                 if path == "/v1/completions":
                     return await self._whole(server, body or {})
                 if path == "/v1/load_lora_adapter":
-                    return await self._order(server, partial(self._load_adapters, **(body or {})))
+                    return await self._do(server, partial(self._load_adapters, **(body or {})))
                 if path not in _CONTROLS:
-                    raise ServerFailure(server, f"does not know {path}", may_pass=False, status=404)
-                return await self._order(server, lambda engine: _CONTROLS[path](engine, self._model, body or {}))
+                    raise ServerFailure(server, f"does not know {path}", is_transient=False, status=404)
+                return await self._do(server, lambda engine: _CONTROLS[path](engine, self._model, body or {}))
         except TimeoutError:
-            raise ServerFailure(server, f"did not answer {path} within {timeout_s:g} s", may_pass=True) from None
+            raise ServerFailure(server, f"did not answer {path} within {timeout_s:g} s", is_transient=True) from None
 
     async def stream(self, server: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
         """Leaving it early ends the request."""
@@ -121,8 +132,8 @@ class LocalVllm:
                 yield {"choices": [_choice(one) for one in output.outputs]}
 
     async def close(self) -> None:
-        with self._lock:
-            self._orders.put(None)
+        """End vLLM, and all requests with an error."""
+        self._commands.put(None)
         await asyncio.to_thread(self._thread.join, _STOP_S)
 
     async def _whole(self, server: str, body: Mapping[str, Any]) -> Any:
@@ -153,12 +164,12 @@ class LocalVllm:
 
         is_over = False
         try:
-            await self._order(server, begin)
+            await self._do(server, begin)
             while not is_over:
                 output = await self._next(server, found) if is_streamed else await found.get()
                 if isinstance(output, BaseException):
                     is_over = True
-                    raise ServerFailure(server, f"failed: {output!r}", may_pass=False) from output
+                    raise ServerFailure(server, f"failed: {output!r}", is_transient=False) from output
                 is_over = output.finished
                 yield output
         finally:
@@ -170,63 +181,62 @@ class LocalVllm:
             async with asyncio.timeout(self.timeout_s):
                 return await found.get()
         except TimeoutError:
-            raise ServerFailure(server, f"let an answer wait for {self.timeout_s:g} s", may_pass=True) from None
+            raise ServerFailure(server, f"let an answer wait for {self.timeout_s:g} s", is_transient=True) from None
 
-    async def _order(self, server: str, order: Order) -> Any:
+    async def _do(self, server: str, command: Command) -> Any:
         try:
-            return await asyncio.wrap_future(self._put(order))
+            return await asyncio.wrap_future(self._put(command))
         except Exception as error:
-            raise ServerFailure(server, f"failed: {error!r}", may_pass=False) from error
+            raise ServerFailure(server, f"failed: {error!r}", is_transient=False) from error
 
-    def _put(self, order: Order) -> Future[Any]:
+    def _put(self, command: Command) -> Future[Any]:
         future: Future[Any] = Future()
-        with self._lock:
-            if self._ended is not None:
-                future.set_exception(RuntimeError(f"vLLM has ended: {self._ended!r}"))
-            else:
-                self._orders.put((order, future))
+        self._commands.put((command, future))
         return future
 
     # In vLLM's thread
 
     def _run(self) -> None:
-        ended: BaseException = RuntimeError("it was closed")
+        is_closed = False
         try:
             engine = self._library.start()
             try:
-                while self._take_orders(engine):
+                while self._do_commands(engine):
                     for output in engine.step() if engine.has_unfinished_requests() else ():
-                        self._tell(output)
+                        self._deliver(output)
             finally:
                 self._library.stop(engine)
-        except BaseException as error:  # whoever waits is told
+            is_closed = True
+            ended: BaseException = RuntimeError("it was closed")
+        except BaseException as error:
             ended = error
-        with self._lock:
-            self._ended = ended
         for sink in self._sinks.values():
             sink(ended)
-        while not self._orders.empty():
-            if (waiting := self._orders.get()) is not None and waiting[1].set_running_or_notify_cancel():
-                waiting[1].set_exception(ended if isinstance(ended, Exception) else RuntimeError(repr(ended)))
+        while not (is_closed and self._commands.empty()):  # whoever comes later hears of it too, until it is closed
+            waiting = self._commands.get()
+            if waiting is None:
+                is_closed = True
+            elif waiting[1].set_running_or_notify_cancel():
+                waiting[1].set_exception(RuntimeError(f"vLLM has ended: {ended!r}"))
 
-    def _take_orders(self, engine: Any) -> bool:
-        """Carry out what there is, and wait where there is nothing to write either. Whether to go on."""
+    def _do_commands(self, engine: Any) -> bool:
+        """Do what was asked for, and wait where there is nothing to write either. Return whether to go on."""
         is_idle = not engine.has_unfinished_requests()
-        while is_idle or not self._orders.empty():
-            waiting = self._orders.get()
+        while is_idle or not self._commands.empty():
+            waiting = self._commands.get()
             is_idle = False
             if waiting is None:
                 return False
-            order, future = waiting
+            command, future = waiting
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                future.set_result(order(engine))
+                future.set_result(command(engine))
             except Exception as error:
                 future.set_exception(error)
         return True
 
-    def _tell(self, output: Any) -> None:
+    def _deliver(self, output: Any) -> None:
         sink = self._sinks.get(output.request_id)
         if sink is not None:
             sink(output)
@@ -263,7 +273,7 @@ _CONTROLS: dict[str, Callable[[Any, str, Mapping[str, Any]], Any]] = {
 
 
 def _choice(one: Any) -> dict[str, Any]:
-    """As the server writes it, but for routed experts, which are not packed."""
+    """Return a choice as the server writes it, but for routed experts, which are not packed."""
     tokens = list(one.token_ids)
     choice = {"index": one.index, "token_ids": tokens, "finish_reason": one.finish_reason}
     choice["logprobs"] = _log_probs(tokens, one.logprobs or [])
@@ -273,20 +283,23 @@ def _choice(one: Any) -> dict[str, Any]:
 
 
 def _echoed(choice: dict[str, Any], output: Any) -> dict[str, Any]:
-    """With the prompt before it."""
+    """Return a choice with the prompt before it."""
     before = _log_probs(output.prompt_token_ids, output.prompt_logprobs or [])
     after = choice["logprobs"]
     return choice | {"logprobs": {key: before[key] + after[key] for key in after}}
 
 
 def _log_probs(tokens: Sequence[int], steps: Sequence[Mapping[int, Any] | None]) -> dict[str, list[Any]]:
-    """`steps` have the log-probs of a few tokens each, the written one among them; a prompt's first token has none."""
+    """Return the log-probs of tokens as the server writes them.
+
+    `steps` have those of a few tokens each, the written one among them; a prompt's first token has none.
+    """
     pairs = list(zip(tokens, steps, strict=False))
     return {
         "tokens": [f"token_id:{token}" for token, _ in pairs],
         "token_logprobs": [None if step is None else step[token].logprob for token, step in pairs],
         "top_logprobs": [
-            None if step is None else {f"token_id:{token}": told.logprob for token, told in step.items()}
+            None if step is None else {f"token_id:{token}": own.logprob for token, own in step.items()}
             for _, step in pairs
         ],
     }

@@ -1,7 +1,7 @@
-"""A server of somebody else's as a child process that never outlives this one, with all it has started itself.
+"""A child process that never outlives this one, with all that it has started itself.
 
-Between the two stands a guard: this file, run as a script. It holds the other end of a pipe to us and, when that
-closes, however we ended, kills everything below it. What was cut loose down there Linux hands to the guard.
+Between the two stands a supervisor: this file, run as a script. It holds the other end of a pipe to us and, when that
+closes, however we ended, kills everything below it. Linux hands it what was cut loose down there.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from pathlib import Path
 import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36
-_LOOK_EVERY_S = 0.2
+_POLL_S = 0.2
 _STOP_S = 30.0
-_QUIET_S = 3.0
-_MOST_TOLD = 8000
+_GRACE_S = 3.0
+_MAX_SHOWN = 8000
 
 
-class GuardedServer:
-    """Started at once; what it prints goes to the file `log`."""
+class ChildServer:
+    """A server that is started at once; what it prints goes to the file `log`."""
 
     def __init__(self, command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None) -> None:
         self._log = log
         with log.open("ab") as output:
-            self._guard = subprocess.Popen(
+            self._supervisor = subprocess.Popen(
                 [sys.executable, __file__, *command],
                 stdin=subprocess.PIPE,
                 stdout=output,
@@ -43,40 +43,40 @@ class GuardedServer:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
-        return self._guard.poll()
+        """The exit code; None while it runs."""
+        return self._supervisor.poll()
 
     @property
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """The end of what it printed."""
-        text = self._log.read_bytes()[-_MOST_TOLD:].decode(errors="replace")
+        text = self._log.read_bytes()[-_MAX_SHOWN:].decode(errors="replace")
         return text.strip() or "(it printed nothing)"
 
     def stop(self) -> None:
-        assert self._guard.stdin is not None
+        assert self._supervisor.stdin is not None
         with suppress(BrokenPipeError):
-            self._guard.stdin.close()
+            self._supervisor.stdin.close()
         try:
-            self._guard.wait(_QUIET_S + _STOP_S + _LOOK_EVERY_S)  # as long as it may take over its task
+            self._supervisor.wait(_GRACE_S + _STOP_S + _POLL_S)  # as long as its work may take
         except subprocess.TimeoutExpired:
-            self._guard.kill()
-            self._guard.wait(_STOP_S)
+            self._supervisor.kill()
+            self._supervisor.wait(_STOP_S)
 
 
 def _end_all(gently: bool) -> None:
-    """Everything below this process."""
+    """End all processes below this one."""
     below = psutil.Process().children(recursive=True)
     if gently:  # it may have shared memory and sockets to clear away
         for process in below:
             with suppress(psutil.Error):
                 process.terminate()
-        psutil.wait_procs(below, timeout=_QUIET_S)
+        psutil.wait_procs(below, timeout=_GRACE_S)
     deadline = time.monotonic() + _STOP_S
     while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
         for process in left:
             with suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(left, timeout=_LOOK_EVERY_S)
+        psutil.wait_procs(left, timeout=_POLL_S)
 
 
 def main() -> int:
@@ -91,7 +91,7 @@ def main() -> int:
             print(f"{sys.argv[1]} cannot be started: {error}", flush=True)
             return 127
         while (code := server.poll()) is None:
-            if select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0]:
+            if select.select([sys.stdin], [], [], _POLL_S)[0]:
                 break
     finally:
         _end_all(gently=code is None)

@@ -13,6 +13,7 @@ from typing import ClassVar
 import numpy as np
 import psutil
 import pytest
+from practicum.rollout.remote.vllm import VllmRollout, arguments, decode_routes
 
 from practicum.adapters import LoneAdapters, LoraSettings
 from practicum.config import RolloutConfig
@@ -21,7 +22,6 @@ from practicum.errors import ReplayError, RolloutError
 from practicum.replay import RouterShape
 from practicum.rollout.engines import ENGINES, EngineSettings
 from practicum.rollout.placement import open_replicas
-from practicum.rollout.remote.vllm import VllmRollout, arguments, decode_routes
 from practicum.types import SamplingParams
 from tests.rollout.remote.vllm_checks import (
     VllmChecks,

@@ -12,17 +12,18 @@ import torch
 from practicum.adapters import LoneAdapters, adapters_alone, merged_weights
 from practicum.errors import RolloutError
 from practicum.models import load_model
-from practicum.rollout.remote.openai import OpenAIRollout
-from practicum.types import Prompt, RolloutRequest, SamplingParams
+from practicum.rollout.openai import OpenAIRollout
+from practicum.types import PromptGroup, SamplingParams
 from practicum.weights import WeightUpdate
+from tests.rollout import asking
+from tests.rollout.asking import run, written
 from tests.rollout.contract import EngineContract
 from tests.rollout.fake_completions import FakeServer
 from tests.test_adapters import RANK4, stirred
 
 
-def ask(seed: int = 0, num_answers: int = 1) -> RolloutRequest:
-    ids = np.array([5, 6, 7], np.int32)
-    return RolloutRequest(Prompt(f"p{seed}", text="x"), ids, SamplingParams(6, num_answers=num_answers), seed)
+def ask(seed: int = 0, num_answers: int = 1) -> PromptGroup:
+    return asking.ask(SamplingParams(6, num_answers=num_answers), seed=seed)
 
 
 class ModelServer(FakeServer):
@@ -31,7 +32,7 @@ class ModelServer(FakeServer):
     _loading = threading.Lock()  # transformers loads one model at a time; real servers are processes of their own
 
     def __init__(self, path: str) -> None:
-        super().__init__("practicum", delay_s=0.001, most_tokens=128, version=0, logits=self._logits)
+        super().__init__("practicum", delay_s=0.001, max_tokens=128, version=0, logits=self._logits)
         self._load({"path": path, "version": 0})
         self.on_update = self._load
 
@@ -60,27 +61,27 @@ class TestContract(EngineContract):
     def engine(cls, tiny_model: Path) -> Iterator[OpenAIRollout]:
         with ModelServer(str(tiny_model)) as server:
             engine = OpenAIRollout([server.url], model_path=str(tiny_model))
-            engine.resume()
+            run(engine.resume())
             yield engine
-            engine.close()
+            run(engine.close())
 
 
 def test_it_sleeps_wakes_up_and_takes_weights_where_the_server_can(tiny_model: Path) -> None:
     found: list[dict[str, torch.Tensor]] = []
     with FakeServer("practicum", version=0) as one, FakeServer("practicum", version=0) as other:
         engine = OpenAIRollout([one.url, other.url + "/v1"], model_path=str(tiny_model))
-        engine.resume()
+        run(engine.resume())
         model = load_model(str(tiny_model))
         with torch.no_grad():
             next(model.parameters()).add_(1.0)
         # While the folder is there.
         one.on_update = lambda body: found.append(dict(load_model(body["path"]).named_parameters()))
-        engine.update_weights(WeightUpdate(3, model.named_parameters(), shared=False))
-        engine.release()
+        run(engine.update_weights(WeightUpdate(3, model.named_parameters(), shared=False)))
+        run(engine.release())
         with pytest.raises(AssertionError, match="resume"):
-            engine.generate([ask()])
-        engine.resume()
-        engine.close()
+            written(engine, ask())
+        run(engine.resume())
+        run(engine.close())
     for server in (one, other):
         assert [path for path, _ in server.calls] == ["/wake_up", "/update_weights", "/sleep", "/wake_up"]
         assert server.calls[1][1]["version"] == 3
@@ -94,11 +95,11 @@ def test_adapters_go_out_alone_and_the_server_merges_them(tiny_model: Path) -> N
     with ModelServer(str(tiny_model)) as server:
         engine = OpenAIRollout([server.url], model_path=str(tiny_model), adapters=LoneAdapters(str(tiny_model), RANK4))
         try:
-            engine.resume()
-            engine.update_weights(WeightUpdate(1, adapters_alone(learner, torch.Tensor.detach), shared=False))
-            (sample,) = engine.generate([ask()])
+            run(engine.resume())
+            run(engine.update_weights(WeightUpdate(1, adapters_alone(learner, torch.Tensor.detach), shared=False)))
+            (sample,) = written(engine, ask())
         finally:
-            engine.close()
+            run(engine.close())
         expected = dict(merged_weights(learner, torch.Tensor.detach))
         assert set(sample.versions.tolist()) == {1}
         assert all(torch.equal(own, expected[name]) for name, own in server._model.named_parameters())
@@ -110,60 +111,60 @@ def test_other_servers_take_no_weights_and_need_not_know_how_to_sleep(tiny_model
 
         bare.tokenizer = load_tokenizer(str(tiny_model))
         engine = OpenAIRollout([bare.url], model_path=str(tiny_model))
-        engine.resume()
-        assert len(engine.generate([ask()])) == 1
+        run(engine.resume())
+        assert len(written(engine, ask())) == 1
         with pytest.raises(RolloutError, match=r"cannot be given new weights.*practicum serve"):
-            engine.update_weights(WeightUpdate(1, [], shared=False))
-        engine.release()
-        engine.close()
+            run(engine.update_weights(WeightUpdate(1, [], shared=False)))
+        run(engine.release())
+        run(engine.close())
     # vLLM's own /update_weights means something else.
     with FakeServer("vllm") as vllm:
         engine = OpenAIRollout([vllm.url], model_path=str(tiny_model))
-        engine.resume()
+        run(engine.resume())
         with pytest.raises(RolloutError, match="cannot be given new weights"):
-            engine.update_weights(WeightUpdate(1, [], shared=False))
+            run(engine.update_weights(WeightUpdate(1, [], shared=False)))
         assert "/update_weights" not in [path for path, _ in vllm.calls]
-        engine.close()
+        run(engine.close())
 
 
 def test_requests_go_to_the_servers_in_turn_or_all_to_the_router(tiny_model: Path) -> None:
     with FakeServer() as one, FakeServer() as other, FakeServer() as router:
         engine = OpenAIRollout([one.url, other.url], model_path=str(tiny_model))
-        engine.resume()
+        run(engine.resume())
         for server in (one, other):
             server.requests.clear()
-        engine.generate([ask(seed) for seed in range(6)])
+        written(engine, *(ask(seed) for seed in range(6)))
         assert [len(one.requests), len(other.requests)] == [3, 3]
-        engine.close()
+        run(engine.close())
         engine = OpenAIRollout([one.url, other.url], model_path=str(tiny_model), router=router.url)
-        engine.resume()
+        run(engine.resume())
         for server in (one, other):
             server.requests.clear()
-        engine.generate([ask(seed) for seed in range(6)])
+        written(engine, *(ask(seed) for seed in range(6)))
         assert [len(one.requests), len(other.requests), len(router.requests)] == [0, 0, 6]
-        engine.close()
+        run(engine.close())
 
 
 def test_another_server_gets_what_one_failed_at(tiny_model: Path) -> None:
     with FakeServer() as one, FakeServer() as other:
         engine = OpenAIRollout([one.url, other.url], model_path=str(tiny_model))
-        engine.resume()
+        run(engine.resume())
         one.faults = ["500"]
-        assert len(engine.generate([ask(seed) for seed in range(4)])) == 4
-        engine.close()
+        assert len(written(engine, *(ask(seed) for seed in range(4)))) == 4
+        run(engine.close())
 
 
 def test_the_token_is_sent(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", "open sesame")
     with FakeServer(token="open sesame") as server:
         engine = OpenAIRollout([server.url], model_path=str(tiny_model), api_key_env="SOME_KEY")
-        engine.resume()
-        assert len(engine.generate([ask()])) == 1
-        engine.close()
+        run(engine.resume())
+        assert len(written(engine, ask())) == 1
+        run(engine.close())
         engine = OpenAIRollout([server.url], model_path=str(tiny_model))
         with pytest.raises(RolloutError, match="401"):
-            engine.resume()
-        engine.close()
+            run(engine.resume())
+        run(engine.close())
     with pytest.raises(RolloutError, match="api_key_env=NOT_THERE"):
         OpenAIRollout([server.url], model_path=str(tiny_model), api_key_env="NOT_THERE")
 
@@ -175,17 +176,17 @@ def test_bad_addresses_are_named(tiny_model: Path) -> None:
         OpenAIRollout([], model_path=str(tiny_model))
     engine = OpenAIRollout(["http://127.0.0.1:9"], model_path=str(tiny_model))
     with pytest.raises(RolloutError, match=r"server http://127\.0\.0\.1:9 cannot be asked"):
-        engine.resume()
-    engine.close()
+        run(engine.resume())
+    run(engine.close())
 
 
 def test_log_probs_are_those_of_all_servers(tiny_model: Path) -> None:
     ids = [np.array([3, 5, 9], np.int32)]
     with FakeServer("practicum", version=0) as one, FakeServer("practicum", version=0) as other:
         engine = OpenAIRollout([one.url, other.url], model_path=str(tiny_model))
-        engine.resume()
-        assert engine.log_probs(ids)[0].shape == (2,)
+        run(engine.resume())
+        assert run(engine.log_probs(ids))[0].shape == (2,)
         other.table = other.table + np.eye(len(other.table))
         with pytest.raises(RolloutError, match="do not agree on log-probs"):
-            engine.log_probs(ids)
-        engine.close()
+            run(engine.log_probs(ids))
+        run(engine.close())

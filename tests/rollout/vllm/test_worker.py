@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from practicum.rollout.remote.vllm_worker import PracticumWorker
 
 

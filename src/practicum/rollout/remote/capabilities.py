@@ -1,4 +1,4 @@
-"""What a completions server can do, found out by asking it; and requests and answers in its dialect.
+"""The capabilities of a completions server, found out by probing it; requests and answers as the server has them.
 
 The protocol leaves out what training needs: which token it was, and what a log-prob is the logarithm of. Some servers
 name tokens by their ids, others by their texts; some give log-probs before temperature, others after it, others after
@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from practicum.errors import RolloutError
-from practicum.rollout.remote.completions import ServerFailure, Transport, chosen_log_probs, token_names
-from practicum.types import RolloutRequest, SamplingParams
+from practicum.rollout.engine.sequence import Sequence
+from practicum.rollout.remote.client import ServerFailure, Transport, chosen_log_probs, token_names
+from practicum.types import SamplingParams
 
-_SHAKE_S = 60.0
+_PROBE_S = 60.0
 _TINY_TOP_P = 1e-3
 # Log-probs this close are equal: far more than rounding, far less than what halving a temperature does.
 _EQUAL = 1e-3
@@ -28,33 +29,32 @@ _REFUSED = (400, 404, 422)
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
-    """Of one server."""
+class Capabilities:
+    """The capabilities of a server."""
 
     model: str
     owner: str
-    most_tokens: int | None
+    max_tokens: int | None
     """Prompt and answer together; None where the server does not say."""
-    is_rich: bool
-    """It knows what vLLM has beside the protocol: top_k, stop_token_ids, ignore_eos, return_token_ids."""
+    has_extensions: bool
+    """Whether it knows what vLLM has beside the protocol: top_k, stop_token_ids, ignore_eos, return_token_ids."""
     is_tempered: bool
-    """Log-probs are those after temperature."""
+    """Whether log-probs are those after temperature."""
     is_filtered: bool | None = None
-    """Log-probs are those after top-k and top-p. None: not found out yet, since nobody wanted any."""
+    """Whether log-probs are those after top-k and top-p. None: not probed yet, since nobody wanted filters."""
 
     @property
     def can_number_answers(self) -> bool:
-        """Whether the answers of one request are drawn with seeds that follow each other."""
+        """Whether the answers to one request are drawn with seeds that follow each other."""
         return self.owner in ("vllm", "practicum")
 
     def check(self, params: SamplingParams, server: str) -> None:
         """Raise `RolloutError` for what it cannot do, or what its log-probs would be wrong for."""
-        if not self.is_rich and (params.top_k > 0 or params.ignore_eos):
+        if not self.has_extensions and (params.top_k > 0 or params.ignore_eos):
             asked = "top_k" if params.top_k > 0 else "ignore_eos"
             raise RolloutError(f"server {server} knows only the bare completions protocol, which has no {asked}.")
         if params.temperature == 0:
             return
-        assert self.is_filtered is not None or not has_filters(params), "ask find_filtered first"
         if params.temperature != 1 and not self.is_tempered:
             raise RolloutError(
                 f"server {server} gives log-probs from before temperature: with temperature={params.temperature:g} "
@@ -68,20 +68,19 @@ class Dialect:
                 "raw_logprobs, with temperature=1)."
             )
 
-    def body(self, request: RolloutRequest, first: int, num: int, prompt: list[int], eos_ids: Sequence[int]) -> Any:
-        """The request for answers number `first` and following to go on from `prompt`."""
-        params = request.params
-        num_before = len(prompt) - len(request.prompt_ids)
+    def body(self, first: Sequence, num: int, eos_ids: Iterable[int]) -> dict[str, Any]:
+        """Return the request for the answer `first` and those that follow it in number."""
+        params = first.params
         body: dict[str, Any] = {
             "model": self.model,
-            "prompt": prompt,
-            "max_tokens": params.max_new_tokens - num_before,
+            "prompt": first.ids.tolist(),
+            "max_tokens": params.max_new_tokens - first.num_written,
             "temperature": params.temperature,
             "top_p": params.top_p if params.temperature > 0 else 1.0,
             "n": num,
-            "seed": seed_of(request, num_before) + first,
-        } | extras(self.owner, self.is_rich)
-        if self.is_rich:
+            "seed": seed_of(first),
+        } | extras(self.owner, self.has_extensions)
+        if self.has_extensions:
             stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
             body |= {
                 "top_k": params.top_k if params.temperature > 0 else 0,
@@ -97,9 +96,9 @@ def has_filters(params: SamplingParams) -> bool:
     return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
 
 
-def extras(owner: str, is_rich: bool) -> dict[str, Any]:
-    """What is the same in every request: token ids and log-probs, and nothing else bent."""
-    if not is_rich:
+def extras(owner: str, has_extensions: bool) -> dict[str, Any]:
+    """Return what is the same in every request: token ids and log-probs are asked for, and nothing else is changed."""
+    if not has_extensions:
         return {"logprobs": 1}
     # A model's saved generation settings would count where a request is silent.
     neutral = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -110,15 +109,19 @@ def extras(owner: str, is_rich: bool) -> dict[str, Any]:
     return fields | {"return_tokens_as_token_ids": True, "logprobs": 0 if owner == "vllm" else 1}
 
 
-def seed_of(request: RolloutRequest, num_before: int) -> int:
-    """Of the request's first answer; those that follow count up. What is gone on with does not draw the same again."""
-    words = f"{request.seed}:{num_before}:{request.first_answer if num_before else 0}"
+def seed_of(sequence: Sequence) -> int:
+    """Return the server's seed for an answer; those that follow count up.
+
+    An answer that is continued does not draw the same random numbers again.
+    """
+    num_written = sequence.num_written
+    words = f"{sequence.seed}:{num_written}:{sequence.number if num_written else 0}"
     seed = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=4).digest()) >> 1  # fits whatever integer
-    return seed if num_before else seed + request.first_answer
+    return seed if num_written else seed + sequence.number
 
 
 class TokenReader:
-    """Token ids from a choice, whatever the server calls them."""
+    """Reads token ids and log-probs from choices, whatever the server calls its tokens."""
 
     def __init__(self, tokenizer: Any, server: str) -> None:
         self._tokenizer = tokenizer
@@ -126,9 +129,8 @@ class TokenReader:
         self._by_text: dict[str, int | None] = {}
 
     def ids(self, choice: Mapping[str, Any]) -> list[int]:
-        told = choice.get("token_ids")
-        if told is not None:
-            return [int(token) for token in told]
+        if (ids := choice.get("token_ids")) is not None:
+            return [int(token) for token in ids]
         if choice.get("logprobs") is None:
             return []
         return [self._id(name) for name in token_names(choice)]
@@ -158,36 +160,37 @@ class TokenReader:
         return token_id
 
 
-async def shake_hands(client: Transport, server: str, model: str | None, tokenizer: Any) -> Dialect:
-    """Find out a server's dialect. Raises `RolloutError` where it cannot be used."""
+async def probe(client: Transport, server: str, model: str | None, tokenizer: Any) -> Capabilities:
+    """Find out what a server can do. Raises `RolloutError` where it cannot be used."""
     try:
         entry = await _model_entry(client, server, model)
-        name, owner, most = str(entry["id"]), str(entry.get("owned_by") or ""), entry.get("max_model_len")
-        asked = _Asked(client, server, name, extras(owner, True), tokenizer)
-        is_rich = await _is_rich(asked)
-        if not is_rich:
-            asked = _Asked(client, server, name, extras(owner, False), tokenizer)
-            await _check_tokens(asked, tokenizer)
+        name, owner = str(entry["id"]), str(entry.get("owned_by") or "")
+        max_tokens = int(entry["max_model_len"]) if entry.get("max_model_len") else None
+        probes = _Probes(client, server, name, extras(owner, True), tokenizer)
+        has_extensions = await _takes_extensions(probes)
+        if not has_extensions:
+            probes = _Probes(client, server, name, extras(owner, False), tokenizer)
+            await _check_tokens(probes, tokenizer)
         if owner == "practicum":  # gives them as the contract of engines asks for, and tells of no other tokens
-            return Dialect(name, owner, int(most) if most else None, is_rich, is_tempered=True, is_filtered=False)
-        is_tempered = await _changes(asked, temperature=0.5) is True
+            return Capabilities(name, owner, max_tokens, has_extensions, is_tempered=True, is_filtered=False)
+        is_tempered = await _changes(probes, temperature=0.5) is True
     except ServerFailure as failure:
         raise RolloutError(f"{failure}. Is it up, and does it serve this model?") from failure
-    return Dialect(name, owner, int(most) if most else None, is_rich, is_tempered)
+    return Capabilities(name, owner, max_tokens, has_extensions, is_tempered)
 
 
-async def find_filtered(client: Transport, server: str, dialect: Dialect, tokenizer: Any) -> bool:
-    """Whether log-probs are those after top-k and top-p; in doubt they are."""
-    asked = _Asked(client, server, dialect.model, extras(dialect.owner, dialect.is_rich), tokenizer)
+async def probe_filters(client: Transport, server: str, known: Capabilities, tokenizer: Any) -> bool:
+    """Return whether log-probs are those after top-k and top-p; in doubt they are."""
+    probes = _Probes(client, server, known.model, extras(known.owner, known.has_extensions), tokenizer)
     try:
-        return await _changes(asked, top_p=_TINY_TOP_P) is not False
+        return await _changes(probes, top_p=_TINY_TOP_P) is not False
     except ServerFailure as failure:
         raise RolloutError(f"{failure}.") from failure
 
 
 async def _model_entry(client: Transport, server: str, model: str | None) -> Mapping[str, Any]:
     try:
-        listed = await client.call(server, "GET", "/v1/models", timeout_s=_SHAKE_S)
+        listed = await client.call(server, "GET", "/v1/models", timeout_s=_PROBE_S)
     except ServerFailure as failure:
         if failure.status not in (404, 405) or model is None:
             raise
@@ -206,8 +209,8 @@ async def _model_entry(client: Transport, server: str, model: str | None) -> Map
     raise RolloutError(f"server {server} does not serve rollout.openai.model={model!r}; it lists: {known}.")
 
 
-class _Asked:
-    """One token after one prompt, drawn in various ways."""
+class _Probes:
+    """Requests for one token after one prompt, drawn in various ways."""
 
     def __init__(self, client: Transport, server: str, model: str, more: Mapping[str, Any], tokenizer: Any) -> None:
         self._client = client
@@ -222,7 +225,7 @@ class _Asked:
         self, prompt: list[int], temperature: float = 1.0, top_p: float = 1.0, **more: Any
     ) -> Mapping[str, Any]:
         body = self._body | {"prompt": prompt, "temperature": temperature, "top_p": top_p} | more
-        answer = await self._client.call(self.server, "POST", "/v1/completions", body, _SHAKE_S)
+        answer = await self._client.call(self.server, "POST", "/v1/completions", body, _PROBE_S)
         choices = answer.get("choices") if isinstance(answer, Mapping) else None
         if not choices:
             raise RolloutError(f"server {self.server} answered /v1/completions without choices.")
@@ -230,16 +233,16 @@ class _Asked:
         return choice
 
     async def largest(self, prompt: list[int], temperature: float = 1.0, top_p: float = 1.0) -> float | None:
-        """The log-prob of the likeliest token; None where the server does not tell."""
+        """Return the log-prob of the likeliest token; None where the server does not tell."""
         choice = await self.choice(prompt, temperature, top_p, logprobs=1)
         tops = (choice.get("logprobs") or {}).get("top_logprobs")
         return max(map(float, tops[0].values())) if tops and tops[0] else None
 
 
-async def _is_rich(asked: _Asked) -> bool:
-    """Whether the server takes what vLLM has beside the protocol, and names tokens by their ids."""
+async def _takes_extensions(probes: _Probes) -> bool:
+    """Return whether the server takes what vLLM has beside the protocol, and names tokens by their ids."""
     try:
-        choice = await asked.choice(asked.prompts[0])
+        choice = await probes.choice(probes.prompts[0])
     except ServerFailure as failure:
         if failure.status not in _REFUSED:
             raise
@@ -248,26 +251,26 @@ async def _is_rich(asked: _Asked) -> bool:
     return choice.get("token_ids") is not None or any(name.startswith("token_id:") for name in names)
 
 
-async def _check_tokens(asked: _Asked, tokenizer: Any) -> None:
-    """That the tokens of an answer can be known at all."""
-    choice = await asked.choice(asked.prompts[0])
-    reader = TokenReader(tokenizer, asked.server)
+async def _check_tokens(probes: _Probes, tokenizer: Any) -> None:
+    """Check that the tokens of an answer can be known at all."""
+    choice = await probes.choice(probes.prompts[0])
+    reader = TokenReader(tokenizer, probes.server)
     ids = reader.ids(choice)
     if not ids and choice.get("finish_reason") != "stop":
         raise RolloutError(
-            f"server {asked.server} returns neither token ids nor the tokens of its answers (logprobs.tokens), so "
+            f"server {probes.server} returns neither token ids nor the tokens of its answers (logprobs.tokens), so "
             "nothing can be learnt from them. Use a server that knows return_token_ids (vLLM, practicum serve)."
         )
     reader.log_probs(choice, len(ids))
 
 
-async def _changes(asked: _Asked, **drawing: float) -> bool | None:
-    """Whether another way of drawing shows in the log-probs; None where that cannot be told."""
-    for prompt in asked.prompts:
-        plain = await asked.largest(prompt)
+async def _changes(probes: _Probes, **drawing: float) -> bool | None:
+    """Return whether another way of drawing shows in the log-probs; None where that cannot be told."""
+    for prompt in probes.prompts:
+        plain = await probes.largest(prompt)
         if plain is None:
             return None
         if plain < _CERTAIN:
-            other = await asked.largest(prompt, **drawing)
+            other = await probes.largest(prompt, **drawing)
             return None if other is None else abs(other - plain) > _EQUAL
     return None

@@ -15,11 +15,11 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-
-from practicum.errors import RolloutError
 from practicum.rollout.remote.completions import ServerFailure
 from practicum.rollout.remote.vllm import VllmRollout
 from practicum.rollout.remote.vllm_local import LocalVllm
+
+from practicum.errors import RolloutError
 from practicum.types import SamplingParams
 from tests.rollout.remote.vllm_checks import VllmChecks, VllmContract, ask, check_adapters, save_model, started
 

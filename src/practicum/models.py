@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,32 @@ def save_model(model: Any, tokenizer: Any, folder: Path, tensors: dict[str, torc
     _no_progress_bars()
     model.save_pretrained(folder, state_dict=tensors)
     tokenizer.save_pretrained(folder)
+
+
+def export_model(folder: Path, model_path: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Write a folder like the model's with other weights, under the names that checkpoints have."""
+    model = empty_model(load_config(model_path))
+    # `save_pretrained` undoes what transformers did to the names and shapes when it read the checkpoint.
+    found = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
+    missing = [name for name, _ in model.named_parameters() if name not in found]
+    assert not missing, f"the update left out {', '.join(missing)}"
+    save_model(model, load_tokenizer(model_path), folder, found)
+    settings = Path(plain_path(model_path)) / "generation_config.json"
+    if settings.exists():
+        shutil.copyfile(settings, folder / settings.name)
+
+
+def eos_ids_of(path: str) -> list[int]:
+    """Return all tokens that end a text, by generation settings and tokenizer of a model, which is not loaded."""
+    from transformers import GenerationConfig
+
+    try:
+        settings = GenerationConfig.from_pretrained(plain_path(path))
+    except OSError:  # it has none of its own
+        settings = GenerationConfig.from_model_config(load_config(path))
+    declared = settings.eos_token_id
+    declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
+    return sorted({int(load_tokenizer(path).eos_token_id), *map(int, declared)})
 
 
 def save_merged(path: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:

@@ -7,11 +7,20 @@ from dataclasses import replace
 import numpy as np
 
 from practicum import Prompt, Sample
-from practicum.types import RoutedExperts, TrainingSample, route_dtype
+from practicum.types import RoutedExperts, route_dtype
 
 
-def make_sample(prompt: int = 2, answer: int = 3, *, text: str = "", truth: str | None = None, seed: int = 0) -> Sample:
-    """`prompt` and `answer` are numbers of tokens."""
+def make_sample(
+    prompt: int = 2,
+    answer: int = 3,
+    *,
+    text: str = "",
+    truth: str | None = None,
+    seed: int = 0,
+    id: str = "",
+    advantage: float | None = None,
+) -> Sample:
+    """`prompt` and `answer` are numbers of tokens; `advantage` is that of every token of the answer."""
     random = np.random.default_rng([seed, prompt, answer])
     return Sample(
         prompt=Prompt(f"prompt-{seed}", text="?", answer=truth),
@@ -22,19 +31,15 @@ def make_sample(prompt: int = 2, answer: int = 3, *, text: str = "", truth: str 
         versions=np.zeros(answer, np.int32),
         text=text,
         finish_reason="stop",
+        id=id,
+        advantages=None if advantage is None else np.full(answer, advantage, np.float32),
     )
 
 
-def with_routes(item: TrainingSample, num_layers: int, k: int, num_experts: int, seed: int = 0) -> TrainingSample:
+def with_routes(sample: Sample, num_layers: int, k: int, num_experts: int, seed: int = 0) -> Sample:
     """Sent anywhere; of the last token nothing is known."""
-    random = np.random.default_rng([seed, item.place])
-    num = item.sample.num_tokens
-    experts = np.argsort(random.random((num, num_layers, num_experts)))[..., :k]
+    random = np.random.default_rng([seed, *sample.id.encode()])
+    experts = np.argsort(random.random((sample.num_tokens, num_layers, num_experts)))[..., :k]
     experts = np.sort(experts, axis=-1).astype(route_dtype(num_experts))
-    known = np.arange(num) < num - 1
-    routes = RoutedExperts(experts, np.arange(num_layers, dtype=np.int32), known, num_experts)
-    return replace(item, sample=replace(item.sample, routes=routes))
-
-
-def make_training_sample(prompt: int = 2, answer: int = 3, advantage: float = 1.0, seed: int = 0) -> TrainingSample:
-    return TrainingSample(make_sample(prompt, answer, seed=seed), np.full(answer, advantage, np.float32))
+    known = np.arange(sample.num_tokens) < sample.num_tokens - 1
+    return replace(sample, routes=RoutedExperts(experts, np.arange(num_layers, dtype=np.int32), known, num_experts))

@@ -21,14 +21,15 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from practicum.config import Config
 from practicum.errors import CheckpointError, ConfigError
-from practicum.types import Sample, Score
+from practicum.types import Prompt, Score, Trajectory
 
 SHOWN_VALIDATIONS = 20
 _BEST = "best.json"
@@ -160,16 +161,17 @@ class RunFolder:
         else:
             (self.path / _BEST).unlink(missing_ok=True)
 
-    def save_checkpoint(
-        self, state: RunState, write: Callable[[Path], None], metrics: Mapping[str, float] | None = None
-    ) -> None:
-        """`write` fills a folder; it becomes the newest checkpoint once all of it is on disk. `metrics` of its step,
-        which must be on disk already, say whether it is the best."""
+    @contextmanager
+    def new_checkpoint(self, state: RunState, metrics: Mapping[str, float] | None = None) -> Iterator[Path]:
+        """Yield a folder to fill; it becomes the newest checkpoint at the end of the block, once all of it is on disk.
+
+        `metrics` of its step, which must be on disk already, say whether it is the best.
+        """
         name = checkpoint_name(state.step)
         hidden = self.path / "checkpoints" / f".{name}"
         final = self.path / "checkpoints" / name
         hidden.mkdir()
-        write(hidden)
+        yield hidden
         (hidden / "state.json").write_text(json.dumps(asdict(state)) + "\n")
         for path in [*hidden.rglob("*"), hidden]:
             _sync(path)
@@ -185,30 +187,35 @@ class RunFolder:
             gone = old.rename(old.with_name(f".{old.name}"))
             shutil.rmtree(gone)
 
-    def write_answers(self, step: int, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
+    def write_answers(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         blocks = [
-            f"--- {question(sample)}\nanswer: {sample.text}\nexpected: {sample.prompt.answer}\n"
-            f"score: {score.value if score.status == 'ok' else score.status} ({sample.finish_reason}, "
-            f"{len(sample.token_ids)} tokens)\n"
-            for sample, score in zip(samples, scores, strict=True)
+            f"--- {question(one.last.prompt)}\nanswer: {one.last.text}\nexpected: {one.last.prompt.answer}\n"
+            f"score: {_shown(one.score)} ({one.last.finish_reason}, {len(one.last.token_ids)} tokens)\n"
+            for one in trajectories
         ]
         (self.path / "answers" / f"step-{step:06d}.txt").write_text("\n".join(blocks))
 
-    def write_validation(
-        self, step: int, samples: Sequence[Sample], scores: Sequence[Score], right_above: float
-    ) -> None:
-        rows = [
-            {
-                "question": question(sample),
-                "expected": sample.prompt.answer,
-                "answer": sample.text,
-                "score": score.value,
-                "right": score.value is not None and score.value > right_above,
-            }
-            for sample, score in list(zip(samples, scores, strict=True))[:SHOWN_VALIDATIONS]
-        ]
+    def write_validation(self, step: int, trajectories: Sequence[Trajectory], right_above: float) -> None:
+        rows = []
+        for one in trajectories[:SHOWN_VALIDATIONS]:
+            value = None if one.score is None else one.score.value
+            rows.append(
+                {
+                    "question": question(one.last.prompt),
+                    "expected": one.last.prompt.answer,
+                    "answer": one.last.text,
+                    "score": value,
+                    "right": value is not None and value > right_above,
+                }
+            )
         lines = "".join(json.dumps(row, default=str) + "\n" for row in rows)
         write_durably(self.path / "validation" / f"step-{step:06d}.jsonl", lines)
+
+
+def _shown(score: Score | None) -> str:
+    if score is None:
+        return "not graded"
+    return str(score.value) if score.status == "ok" else score.status
 
 
 def checkpoint_name(step: int) -> str:
@@ -262,9 +269,8 @@ def _scale(config: Config) -> int | None:
     return None if config.actor.lora is None else config.actor.lora.scale_by
 
 
-def question(sample: Sample) -> str:
-    """A prompt as a person would quote it."""
-    prompt = sample.prompt
+def question(prompt: Prompt) -> str:
+    """Return a prompt as a person would quote it."""
     return prompt.text if prompt.messages is None else "\n".join(m.content for m in prompt.messages)  # type: ignore[return-value]
 
 

@@ -9,7 +9,7 @@ from practicum.adapters import count_learnt, find_targets
 from practicum.config import Config
 from practicum.loop.settings import lora_settings, reference_path, sent_adapters
 from practicum.loop.trainer import Trainer
-from practicum.loop.writers import writer_problems
+from practicum.loop.placement import rollout_problems
 from practicum.models import count_weights, empty_model, load_config, num_cores, resolve_device
 from practicum.replay import router_shape
 
@@ -20,8 +20,8 @@ _FLOAT32 = 4
 def explanation(config: Config) -> str:
     """The resolved config and what follows from it, as text. Model, data and reward are looked up and checked; what
     would keep the run from starting comes last, where a terminal shows it."""
-    trainer = Trainer(config, checks_writers=False)
-    problems = writer_problems(config)
+    trainer = Trainer(config, checks_rollout=False)
+    problems = rollout_problems(config)
     sections = [
         ("config", config.to_yaml().rstrip()),
         ("placement", _placement(config)),

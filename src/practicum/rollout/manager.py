@@ -22,7 +22,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -39,7 +39,7 @@ _MOST_RESTARTS = 2  # in a row
 _MORE_ATTEMPTS = 2
 _MOST_SESSIONS = 100_000
 _PARTS_PER_WORKER = 4
-_LEAST_ROOM = 1 / 16  # of a window: with less a worker is given nothing, so that lists do not fall to pieces
+_LEAST_ROOM = 1 / 16  # of a window: a worker with less is sent nothing, so that lists do not fall to pieces
 _NEWEST_COUNTS = 0.05
 _PING_EVERY_S = 30.0
 _ABORT_S = 60.0
@@ -47,7 +47,7 @@ _ABORT_S = 60.0
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One call of `generate`; those with the lowest priority and number come first."""
+    """One call of `generate`."""
 
     priority: int
     number: int
@@ -70,24 +70,22 @@ class _Part:
     group: PromptGroup
     open: dict[int, Trajectory]  # those that are not there yet, by number
     cost: float  # tokens expected of each
-    number: int  # parts of a call are numbered in the order of its groups
+    number: int  # in the order of the call's groups
     num_attempts: int = 0
 
-    @property
-    def order(self) -> tuple[float, ...]:
-        """Who comes first: what has been given out before, then the longest."""
-        return self.call.priority, self.call.number, -self.num_attempts, -self.cost, self.number
-
     def __lt__(self, other: _Part) -> bool:
-        return self.order < other.order
+        return self._order < other._order
+
+    @property
+    def _order(self) -> tuple[float, ...]:
+        """Within a call what has been given out before comes first, then the longest."""
+        return self.call.priority, self.call.number, -self.num_attempts, -self.cost, self.number
 
     @property
     def num_tokens(self) -> float:
         return self.cost * len(self.open)
 
     def to_send(self) -> PromptGroup:
-        if len(self.open) == len(self.group.trajectories):
-            return self.group
         params = replace(self.group.params, num_answers=len(self.open))
         return replace(self.group, params=params, trajectories=list(self.open.values()))
 
@@ -98,10 +96,7 @@ class _Worker:
 
     replica: RolloutReplica
     rank: int
-    parts: set[_Part] = field(default_factory=set)  # with trajectories that it has not finished
-    bound: list[_Part] = field(default_factory=list)  # of sessions that it has the beginning of; they wait for room
-    num_open: int = 0  # trajectories
-    load: float = 0.0  # tokens it is expected to write
+    parts: set[_Part] = field(default_factory=set)  # with open trajectories
     streams: dict[asyncio.Task[None], _Call] = field(default_factory=dict)
     watch: asyncio.Task[None] | None = None
     heard_at: float = 0.0
@@ -110,9 +105,13 @@ class _Worker:
     def key(self) -> tuple[int, int]:
         return self.replica.number, self.rank
 
-    def count(self, part: _Part, sign: int = 1) -> None:
-        self.num_open += sign * len(part.open)
-        self.load += sign * part.num_tokens
+    @property
+    def num_open(self) -> int:
+        return sum(len(part.open) for part in self.parts)
+
+    @property
+    def num_tokens(self) -> float:
+        return sum(part.num_tokens for part in self.parts)
 
 
 class ExpectedLengths:
@@ -161,8 +160,8 @@ class RolloutManager:
         self._workers = [_Worker(own, rank) for own in self.replicas for rank in range(own.num_workers)]
         self._calls: set[_Call] = set()
         self._waiting: list[_Part] = []  # a heap
-        self._sessions: dict[str, tuple[int, int]] = {}  # the key of the worker each is with
-        self._num_awake = 0
+        self._sessions: dict[str, tuple[int, int]] = {}  # the worker each is with, by its key
+        self._num_awake = 0  # blocks of `awake`
         self._is_paused = False  # new weights are on their way: workers are sent nothing
         self._is_closed = False
         self._num_tries = dict.fromkeys((own.number for own in self.replicas), 0)
@@ -184,10 +183,10 @@ class RolloutManager:
     async def generate(
         self, groups: Sequence[PromptGroup], *, priority: int = 0
     ) -> AsyncGenerator[list[PromptGroup], None]:
-        """Write the missing trajectories and yield each group once, in lists as groups are finished.
+        """Write the missing trajectories, and yield each group once, in lists as groups are finished.
 
         Several calls share the workers; of what waits the lowest `priority` comes first, then the call that was made
-        first. Closing the generator early aborts the rest.
+        first. Closing the generator early aborts its rest.
         """
         if finished := [group for group in groups if group.is_finished]:
             yield finished
@@ -197,8 +196,8 @@ class RolloutManager:
                 while call.num_open or call.finished:
                     await call.changed.wait()
                     call.changed.clear()
-                    if call.finished:
-                        finished, call.finished = call.finished, []
+                    finished, call.finished = call.finished, []
+                    if finished:
                         yield finished
                     if call.error is not None:
                         raise call.error
@@ -208,23 +207,26 @@ class RolloutManager:
     @asynccontextmanager
     async def awake(self) -> AsyncIterator[None]:
         """Have the replicas awake in the block, whoever else is in one. Those that sleep do so after the last."""
-        async with self._lifecycle:
-            if not self._num_awake:
-                self._forgive()
-                try:
-                    await _all(self._or_lose(replica, replica.wake_up) for replica in self.healthy)
-                except BaseException:
-                    with suppress(PracticumError):  # what went wrong first says more
-                        await self._put_to_sleep()
-                    raise
-            self._num_awake += 1
+        await self._lifecycle.acquire()
+        self._num_awake += 1
         try:
+            try:
+                if self._num_awake == 1:
+                    self._forgive()
+                    await _all(self._wake(replica) for replica in self.healthy)
+            finally:
+                self._lifecycle.release()
             yield
         except BaseException:
-            with suppress(PracticumError):
+            with suppress(PracticumError):  # what went wrong first says more
                 await self._leave()
             raise
         await self._leave()
+
+    async def _leave(self) -> None:
+        async with self._lifecycle:
+            self._num_awake -= 1
+            await self._put_to_sleep()
 
     async def update_weights(self, version: int, *, stays_awake: bool = True) -> None:
         """Have all replicas write with the trainer's weights of now, under this version.
@@ -245,7 +247,7 @@ class RolloutManager:
                     await self._wait_for_restarts()
                     if (error := self._hopeless()) is not None:
                         raise error
-                if not stays_awake and not self._num_awake:
+                if not stays_awake:
                     await self._put_to_sleep()
             finally:
                 self._is_paused = False
@@ -256,9 +258,10 @@ class RolloutManager:
     async def close(self) -> None:
         """End the replicas that are not the trainer's. Closing twice does nothing."""
         self._is_closed = True
-        for call in list(self._calls):
+        for call in self._calls:
             call.fail(RolloutError("the rollout manager has been closed."))
-        for task in [*self._restarts.values(), *(task for worker in self._workers for task in worker.streams)]:
+        watches = [worker.watch for worker in self._workers if worker.watch is not None]
+        for task in [*self._restarts.values(), *watches]:
             task.cancel()
         await self._wait_for_restarts()
         await _all(replica.end() for replica in self.replicas)
@@ -271,28 +274,26 @@ class RolloutManager:
     ) -> None:
         await self.close()
 
-    # Calls
+    # Giving out and taking in
 
     def _begin(self, groups: Sequence[PromptGroup], priority: int) -> _Call:
-        open_of = {group.id: {t.number: t for t in group.trajectories if not t.is_finished} for group in groups}
-        if len(open_of) < len(groups):
-            again = next(own for own, num in Counter(group.id for group in groups).items() if num > 1)
-            raise RolloutError(f"two prompt groups have the id {again!r}: ids are unique in a run.")
         if self._is_closed:
             raise RolloutError("the rollout manager has been closed.")
-        call = _Call(priority, next(self._numbers), {own: len(there) for own, there in open_of.items()})
+        if again := [own for own, num in Counter(group.id for group in groups).items() if num > 1]:
+            raise RolloutError(f"two prompt groups have the id {again[0]!r}: ids are unique in a run.")
+        open_of = [[t for t in group.trajectories if not t.is_finished] for group in groups]
+        num_open = {group.id: len(own) for group, own in zip(groups, open_of, strict=True)}
+        call = _Call(priority, next(self._numbers), num_open)
         self._calls.add(call)
-        # Small enough that every worker has some, and the answers to one prompt beside each other otherwise.
-        most = sum(call.num_open.values())
-        if self._window is not None:
+        most = sum(num_open.values())
+        if self._window is not None:  # every worker has some, and the answers to one prompt are together otherwise
             most = max(1, most // (_PARTS_PER_WORKER * len(self._workers)))
-        for group in groups:
-            there = sorted(open_of[group.id].items())
-            size = most if group.session is None else len(there)
-            for start in range(0, len(there), size):
-                own = dict(there[start : start + size])
-                cost = self._lengths.expected(group, there[start][1])
-                heapq.heappush(self._waiting, _Part(call, group, own, cost, next(self._numbers)))
+        for group, own in zip(groups, open_of, strict=True):
+            size = most if group.session is None else len(own)
+            for start in range(0, len(own), size):
+                part = {trajectory.number: trajectory for trajectory in own[start : start + size]}
+                cost = self._lengths.expected(group, own[start])
+                heapq.heappush(self._waiting, _Part(call, group, part, cost, next(self._numbers)))
         if (error := self._hopeless()) is not None:
             call.fail(error)
         self._dispatch()
@@ -303,161 +304,137 @@ class RolloutManager:
         self._calls.discard(call)
         self._waiting = [part for part in self._waiting if part.call is not call]
         heapq.heapify(self._waiting)
-        busy = {worker for worker in self._workers if call in worker.streams.values()}
         for task in call.streams:
             task.cancel()
         if call.streams:
             await asyncio.wait(call.streams, timeout=_ABORT_S)
         for worker in self._workers:
-            worker.bound = [part for part in worker.bound if part.call is not call]
-            for part in [part for part in worker.parts if part.call is call]:
-                worker.parts.remove(part)
-                worker.count(part, -1)
-        for worker in busy:
+            worker.parts = {part for part in worker.parts if part.call is not call}
             if call in worker.streams.values():
                 self._lose(worker.replica, f"it did not abort what it was writing within {_ABORT_S:g} s")
         self._dispatch()
 
-    def _put_back(self, parts: Sequence[_Part], reason: str) -> None:
-        for part in parts:
-            part.num_attempts += 1
-            # Every replica may be lost once by no fault of this group; then it looks as if it were the cause.
-            if part.num_attempts == len(self.replicas) + _MORE_ATTEMPTS:
-                part.call.fail(
-                    RolloutError(
-                        f"prompt {part.group.prompt.id} was given to replicas {part.num_attempts} times in turn, and "
-                        f"none answered it. The last: {reason}"
-                    )
-                )
-            elif part.call in self._calls:
-                heapq.heappush(self._waiting, part)
-
-    # Giving out and taking in
-
     def _dispatch(self) -> None:
-        """Send what waits to workers that have room for it."""
+        """Send what waits to workers that have room for it, in lists."""
         workers = [worker for worker in self._workers if not worker.replica.problem]
-        if self._is_paused or self._is_closed or not workers:
+        if not self._waiting or not workers or self._is_paused or self._is_closed:
             return
         lists: dict[tuple[_Worker, _Call], list[_Part]] = {}
-
-        def give(worker: _Worker, part: _Part) -> None:
+        for worker, part in self._shared_out(workers) if self._window is None else self._chosen(workers, self._window):
             worker.parts.add(part)
-            worker.count(part)
             lists.setdefault((worker, part.call), []).append(part)
+        for (worker, call), parts in lists.items():
+            if not worker.streams:
+                worker.heard_at = time.monotonic()
+            task = asyncio.create_task(self._receive(worker, call, parts))
+            worker.streams[task] = call
+            call.streams.add(task)
+            task.add_done_callback(worker.streams.pop)
+            task.add_done_callback(call.streams.discard)
+            if worker.watch is None or worker.watch.done():
+                worker.watch = asyncio.create_task(self._watch(worker))
 
-        if self._window is None:
-            parts, self._waiting = sorted(self._waiting, key=lambda part: (part.call.number, part.number)), []
-            for _, own in itertools.groupby(parts, key=lambda part: part.call):
-                for worker, share in zip(workers, split_batch(list(own), len(workers)), strict=True):
-                    for part in share:
-                        give(worker, part)
-        else:
-            self._fill(self._window, workers, give)
-        for (worker, call), own in lists.items():
-            self._send(worker, call, own)
+    def _shared_out(self, workers: Sequence[_Worker]) -> Iterator[tuple[_Worker, _Part]]:
+        """Everything, in shares of the same size."""
+        parts, self._waiting = sorted(self._waiting, key=lambda part: (part.call.number, part.number)), []
+        for _, own in itertools.groupby(parts, key=lambda part: part.call):
+            for worker, share in zip(workers, split_batch(list(own), len(workers)), strict=True):
+                yield from ((worker, part) for part in share)
 
-    def _fill(self, window: int, workers: Sequence[_Worker], give: Callable[[_Worker, _Part], None]) -> None:
-        least = max(1, int(window * _LEAST_ROOM))
-        free = [worker for worker in workers if worker.num_open + least <= window]
-        for worker in free:
-            while worker.bound and worker.num_open < window:
-                give(worker, worker.bound.pop(0))
-        fair = (sum(part.num_tokens for part in self._waiting) + sum(own.load for own in workers)) / len(workers)
+    def _chosen(self, workers: Sequence[_Worker], window: int) -> Iterator[tuple[_Worker, _Part]]:
+        """Whatever workers have room for, the next part always to the one that has the fewest tokens to write."""
+        room = {worker: window - worker.num_open for worker in workers}
+        load = {worker: worker.num_tokens for worker in workers}
+        free = {worker for worker in workers if room[worker] >= max(1, int(window * _LEAST_ROOM))}
+        if not free:
+            return
+        fair = (sum(part.num_tokens for part in self._waiting) + sum(load.values())) / len(workers)
         by_key = {worker.key: worker for worker in workers}
+        kept = []  # of sessions whose workers have no room
         while self._waiting:
-            open_to_more = [worker for worker in free if worker.num_open < window and worker.load < fair]
+            open_to_more = [worker for worker in workers if worker in free and load[worker] < fair]
             if not open_to_more:
-                return
-            worker = min(open_to_more, key=lambda worker: worker.load)
-            part = heapq.heappop(self._waiting)
-            if part.group.session is not None:
-                worker = by_key.get(self._session_worker(part.group.session, worker.key), worker)
-                self._sessions[part.group.session] = worker.key
-            if worker.num_open < window:
-                give(worker, part)
-            else:
-                worker.bound.append(part)
-
-    def _session_worker(self, session: str, default: tuple[int, int]) -> tuple[int, int]:
-        """The key of the worker that a session is with; those nobody has gone on with for long are forgotten."""
-        key = self._sessions[session] = self._sessions.pop(session, default)
-        if len(self._sessions) > _MOST_SESSIONS:
-            del self._sessions[next(iter(self._sessions))]
-        return key
-
-    def _send(self, worker: _Worker, call: _Call, parts: Sequence[_Part]) -> None:
-        if not worker.streams:
-            worker.heard_at = time.monotonic()
-        task = asyncio.create_task(self._receive(worker, call, parts))
-        worker.streams[task] = call
-        call.streams.add(task)
-        task.add_done_callback(worker.streams.pop)
-        task.add_done_callback(call.streams.discard)
-        if worker.watch is None or worker.watch.done():
-            worker.watch = asyncio.create_task(self._watch(worker))
+                break
+            worker, part = min(open_to_more, key=lambda worker: load[worker]), heapq.heappop(self._waiting)
+            if (session := part.group.session) is not None:
+                worker = by_key.get(self._sessions.pop(session, worker.key), worker)
+                self._sessions[session] = worker.key  # those nobody has gone on with for long are forgotten first
+                if worker not in free:
+                    kept.append(part)
+                    continue
+            room[worker] -= len(part.open)
+            load[worker] += part.num_tokens
+            if room[worker] <= 0:
+                free.discard(worker)
+            yield worker, part
+        for part in kept:
+            heapq.heappush(self._waiting, part)
+        for session in list(itertools.islice(self._sessions, max(0, len(self._sessions) - _MOST_SESSIONS))):
+            del self._sessions[session]
 
     async def _receive(self, worker: _Worker, call: _Call, parts: Sequence[_Part]) -> None:
-        """Take in what a worker has finished of one list."""
-        name = worker.replica.name
+        """Send a worker one list, and take in what it has finished of it."""
+        replica = worker.replica
+        part_of = {(part.group.id, number): part for part in parts for number in part.open}
         try:
-            async with aclosing(worker.replica.generate(worker.rank, [part.to_send() for part in parts])) as stream:
-                part_of = {(part.group.id, number): part for part in parts for number in part.open}
+            async with aclosing(replica.generate(worker.rank, [part.to_send() for part in parts])) as stream:
                 async for groups in stream:
                     self._take_in(worker, part_of, groups)
             if any(part in worker.parts for part in parts):
-                self._lose(worker.replica, "it left answers out")
+                self._lose(replica, "it left answers out")
         except WorkerError as error:
-            cause = error.cause
-            if isinstance(cause, RolloutError | TrainingError):  # no other replica would do better
-                raised = type(cause)(f"{name}: {cause}")
+            if isinstance(error.cause, RolloutError | TrainingError):  # no other replica would do better
+                raised = type(error.cause)(f"{replica.name}: {error.cause}")
                 raised.__cause__ = error
                 call.fail(raised)
             else:
-                self._lose(worker.replica, error.message)
+                self._lose(replica, error.message)
         except Exception as error:  # such as a prompt that cannot travel: nobody must wait for it for ever
             call.fail(error)
 
     def _take_in(
         self, worker: _Worker, part_of: dict[tuple[str, int], _Part], groups: Sequence[PromptGroup]
     ) -> None:
-        aborted = []
-        for group in groups:
-            for trajectory in group.trajectories:
-                part = part_of.get((group.id, trajectory.number))
-                if part is None or part not in worker.parts or trajectory.number not in part.open:
-                    continue
-                own = part.open.pop(trajectory.number)
-                own.samples, own.counts = trajectory.samples, trajectory.counts
-                worker.num_open -= 1
-                worker.load -= part.cost
-                if not part.open:
-                    worker.parts.remove(part)
-                if own.is_finished:
-                    self._finish(part, own)
-                else:  # aborted by no wish of ours: whoever has room goes on with it
-                    aborted.append(replace(part, open={own.number: own}))
+        for came, part in ((t, part_of.get((group.id, t.number))) for group in groups for t in group.trajectories):
+            if part is None or part not in worker.parts or (own := part.open.pop(came.number, None)) is None:
+                continue
+            own.samples, own.counts = came.samples, came.counts
+            if not part.open:
+                worker.parts.remove(part)
+            if not own.is_finished:  # aborted by no wish of ours: whoever has room goes on with it
+                self._put_back(replace(part, open={own.number: own}), "abort")
+                continue
+            self._lengths.learn(own.last)
+            call, group = part.call, part.group
+            call.num_open[group.id] -= 1
+            if not call.num_open[group.id]:
+                del call.num_open[group.id]
+                call.finished.append(group)
+                call.changed.set()
         worker.heard_at = time.monotonic()
-        self._put_back(aborted, "abort")
         self._dispatch()
 
-    def _finish(self, part: _Part, trajectory: Trajectory) -> None:
-        self._lengths.learn(trajectory.last)
-        call, own = part.call, part.group.id
-        call.num_open[own] -= 1
-        if not call.num_open[own]:
-            del call.num_open[own]
-            call.finished.append(part.group)
-            call.changed.set()
+    def _put_back(self, part: _Part, reason: str) -> None:
+        part.num_attempts += 1
+        # Every replica may be lost once by no fault of this group; then it looks as if it were the cause.
+        if part.num_attempts == len(self.replicas) + _MORE_ATTEMPTS:
+            part.call.fail(
+                RolloutError(
+                    f"prompt {part.group.prompt.id} was given to replicas {part.num_attempts} times in turn, and none "
+                    f"answered it. The last: {reason}"
+                )
+            )
+        elif part.call in self._calls:
+            heapq.heappush(self._waiting, part)
 
     async def _watch(self, worker: _Worker) -> None:
         """Find out that a worker does not answer at all, or finishes nothing for too long."""
-        while worker.num_open:
+        while num_open := worker.num_open:
             silent_s = time.monotonic() - worker.heard_at
             if silent_s > self._silence_s and not self._is_paused:
-                reason = f"it has not finished an answer for {silent_s:.0f} s, with {worker.num_open} to write"
+                reason = f"it has not finished an answer for {silent_s:.0f} s, with {num_open} to write"
                 return self._lose(worker.replica, reason)
-            await asyncio.sleep(min(_PING_EVERY_S, max(0.0, self._silence_s - silent_s) + 0.001))
+            await asyncio.sleep(min(_PING_EVERY_S, max(0.0, self._silence_s - silent_s) + 0.01))
             try:
                 await worker.replica.ping(worker.rank)
             except WorkerError as error:
@@ -466,73 +443,55 @@ class RolloutManager:
     # Replicas that are lost
 
     def _lose(self, replica: RolloutReplica, reason: str) -> None:
-        """All that it had is written by others, or by itself when it is back."""
+        """Give up on a replica for now: all that it had is written by others, or by itself when it is back."""
         if replica.problem or self._is_closed:
             return
         if not replica.is_own:
-            for call in self._calls:
-                call.fail(RolloutError(f"{replica.name} cannot write: {reason}"))
-            return
+            return self._fail_calls(RolloutError(f"{replica.name} cannot write: {reason}"))
         replica.problem = reason
-        lost = [worker for worker in self._workers if worker.replica is replica]
-        keys = {worker.key for worker in lost}
-        self._sessions = {session: key for session, key in self._sessions.items() if key not in keys}
-        for worker in lost:
-            for task in (*worker.streams, *([worker.watch] if worker.watch else [])):
-                if task is not asyncio.current_task():
-                    task.cancel()
-            parts, bound = list(worker.parts), worker.bound
-            worker.parts, worker.bound, worker.num_open, worker.load = set(), [], 0, 0.0
-            self._put_back(parts, reason)
-            for part in bound:
-                heapq.heappush(self._waiting, part)
-        self._start_again(replica, reason)
+        for worker in self._workers:
+            if worker.replica is replica:
+                self._sessions = {session: key for session, key in self._sessions.items() if key != worker.key}
+                for task in (*worker.streams, *([] if worker.watch is None else [worker.watch])):
+                    if task is not asyncio.current_task():
+                        task.cancel()
+                parts, worker.parts = worker.parts, set()
+                for part in parts:
+                    self._put_back(part, reason)
+        self._start_again(replica)
         self._dispatch()
 
-    def _start_again(self, replica: RolloutReplica, reason: str) -> None:
-        if replica.number in self._restarts or self._is_closed:
-            return
-        replica.problem = reason
-        self._late.discard(replica.number)
-        self._num_tries[replica.number] += 1
-        if self._num_tries[replica.number] <= _MOST_RESTARTS:
-            log.warning("%s is lost and started again; whoever can takes what it had: %s", replica.name, reason)
+    def _start_again(self, replica: RolloutReplica) -> None:
+        if replica.number not in self._restarts:
             self._restarts[replica.number] = asyncio.create_task(self._restart(replica))
-            return
-        log.warning("%s was lost again and again and stays away: %s", replica.name, reason)
-        if (error := self._hopeless()) is not None:
-            for call in self._calls:
-                call.fail(error)
 
     async def _restart(self, replica: RolloutReplica) -> None:
-        problem = replica.problem
+        number = replica.number
         try:
-            await replica.restart()
-            await replica.wake_up()
-            async with self._giving:  # to the end: new weights must not be sent while it is neither here nor there
-                problem = ""
-                if self._delivery is not None and self.version >= 0:
-                    try:
-                        await self._delivery.send_again(replica, self.version)
-                    except WeightsGone as error:  # newer ones must not go by the old version
-                        log.warning("%s waits for the next weights: %s", replica.name, error)
-                        problem = str(error)
-                        self._late.add(replica.number)
-                self._is_back(replica, problem)
-        except PracticumError as error:
-            self._is_back(replica, str(error))
-            self._start_again(replica, str(error))
-        except BaseException as error:  # a mistake of ours: nobody must wait for it for ever
-            self._is_back(replica, f"{type(error).__name__}: {error}")
+            while replica.problem and self._num_tries[number] < _MOST_RESTARTS:
+                self._num_tries[number] += 1
+                log.warning("%s is lost, and others take what it had. Starting it again: %s", replica.name, replica.problem)
+                try:
+                    await replica.restart()
+                    await replica.wake_up()
+                    async with self._giving:  # to the end: it must not miss the next weights
+                        if self._delivery is not None and self.version >= 0:
+                            await self._delivery.send_again(replica, self.version)
+                        replica.problem = ""
+                except WeightsGone as error:  # newer ones must not go by the old version
+                    log.warning("%s waits for the next weights: %s", replica.name, error)
+                    replica.problem = str(error)
+                    self._late.add(number)
+                    return
+                except Exception as error:  # whatever it was: others may still be able to write
+                    replica.problem = str(error) if isinstance(error, PracticumError) else repr(error)
+            if replica.problem:
+                log.warning("%s was lost again and again and stays away: %s", replica.name, replica.problem)
+        finally:
+            del self._restarts[number]
             if (hopeless := self._hopeless()) is not None:
-                for call in self._calls:
-                    call.fail(hopeless)
-            raise
-
-    def _is_back(self, replica: RolloutReplica, problem: str) -> None:
-        replica.problem = problem
-        del self._restarts[replica.number]
-        self._dispatch()
+                self._fail_calls(hopeless)
+            self._dispatch()
 
     def _forgive(self) -> None:
         """Try again whoever stayed away."""
@@ -540,11 +499,10 @@ class RolloutManager:
             if replica.number not in self._restarts and replica.number not in self._late:
                 self._num_tries[replica.number] = 0
                 if replica.problem:
-                    self._start_again(replica, replica.problem)
+                    self._start_again(replica)
 
     async def _wait_for_restarts(self) -> None:
-        """Each has deadlines of its own."""
-        while self._restarts:
+        while self._restarts:  # each has deadlines of its own
             await asyncio.wait(self._restarts.values())
 
     def _hopeless(self) -> RolloutError | None:
@@ -554,12 +512,15 @@ class RolloutManager:
         problems = "; ".join(f"{replica.name}: {replica.problem}" for replica in self.replicas)
         return RolloutError(f"no replica can write any more. {problems}")
 
+    def _fail_calls(self, error: RolloutError) -> None:
+        for call in self._calls:
+            call.fail(error)
+
     # Weights, sleep
 
     async def _give_weights(self, version: int) -> None:
         if self._delivery is None:
-            await _all(replica.update_weights(version) for replica in self.replicas)
-            return
+            return await _all(replica.update_weights(version) for replica in self.replicas)
         late = [replica for replica in self.replicas if replica.number in self._late]
         self._late.clear()
         failed = await self._delivery.send([*self.healthy, *late], version)
@@ -568,19 +529,21 @@ class RolloutManager:
         for replica, problem in failed.items():
             self._lose(replica, problem)
 
-    async def _leave(self) -> None:
-        async with self._lifecycle:
-            self._num_awake -= 1
-            if not self._num_awake:
-                await self._put_to_sleep()
+    async def _wake(self, replica: RolloutReplica) -> None:
+        try:
+            await replica.wake_up()
+        except PracticumError as error:
+            if not replica.is_own:
+                raise
+            self._lose(replica, str(error))
 
     async def _put_to_sleep(self) -> None:
-        if self.sleeps:
+        """Have replicas fall asleep, unless somebody needs them awake."""
+        if self.sleeps and not self._num_awake:
             await self._wait_for_restarts()  # or they would come back awake
-            late = [replica for replica in self.replicas if replica.number in self._late]
-            await _all(self._or_end(replica) for replica in [*self.healthy, *late])
+            await _all(self._sleep(own) for own in self.replicas if not own.problem or own.number in self._late)
 
-    async def _or_end(self, replica: RolloutReplica) -> None:
+    async def _sleep(self, replica: RolloutReplica) -> None:
         """Asleep, or ended: in either case it holds none of the device."""
         try:
             await replica.sleep()
@@ -591,14 +554,6 @@ class RolloutManager:
             replica.problem = str(error)
             self._late.discard(replica.number)
             await replica.end()
-
-    async def _or_lose(self, replica: RolloutReplica, do: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        try:
-            await do()
-        except PracticumError as error:
-            if not replica.is_own:
-                raise
-            self._lose(replica, str(error))
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:

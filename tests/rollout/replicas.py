@@ -81,35 +81,38 @@ class ScriptedReplica:
         self.version = 0
         self.log: list[str] = []
         self._num_lives = num_lives
-        self._num_open = [0] * workers
+        self._rows: list[list[tuple[list[PromptGroup], PromptGroup, Trajectory]]] = [[] for _ in range(workers)]
+        self._steps = [asyncio.Lock() for _ in range(workers)]
         self._num_in_life = 0
 
     async def generate(self, rank: int, groups: list[PromptGroup]) -> AsyncGenerator[list[PromptGroup], None]:
         groups = pickle.loads(pickle.dumps(groups))
         self.given += groups
         self.lists.append(len(groups))
-        rows = [(group, t) for group in groups for t in group.trajectories if not t.is_finished]
-        self._num_open[rank] += len(rows)
-        self.most_at_once = max(self.most_at_once, self._num_open[rank])
+        finished: list[PromptGroup] = []
+        rows = [(finished, group, t) for group in groups for t in group.trajectories if not t.is_finished]
+        self._rows[rank] += rows
+        self.most_at_once = max(self.most_at_once, len(self._rows[rank]))
         left = len(rows)
         try:
-            for start in range(0, len(rows), self.pace):
-                await asyncio.sleep(0)
-                some = rows[start : start + self.pace]
-                self._suffer(len(some))
-                while "hangs" in self.fate:
-                    await asyncio.sleep(3600)
-                finished = [self._finish(group, trajectory) for group, trajectory in some]
-                self.num_written += len(some)
-                left -= len(some)
-                self._num_open[rank] -= len(some)
-                yield pickle.loads(pickle.dumps(finished))
+            while left:
+                async with self._steps[rank]:
+                    if not finished:
+                        await asyncio.sleep(0)
+                        self._step(rank)
+                    while "hangs" in self.fate:
+                        await asyncio.sleep(3600)
+                if finished:
+                    left -= len(finished)
+                    yield pickle.loads(pickle.dumps(finished))
+                    finished.clear()
         finally:
-            self._num_open[rank] -= left
+            self._rows[rank] = [row for row in self._rows[rank] if row[0] is not finished]
             self.num_aborts += left > 0
 
-    def _suffer(self, num: int) -> None:
-        self._num_in_life += num
+    def _step(self, rank: int) -> None:
+        rows = self._rows[rank][: self.pace]
+        self._num_in_life += len(rows)
         if "raises" in self.fate:
             error = self.fate["raises"]
             raise WorkerError(f"{self.name} raised", group=self.name, ranks=[0], cause=error)
@@ -118,6 +121,11 @@ class ScriptedReplica:
         if self._num_in_life > self.fate.get("fails_after", 10**9):
             error = RuntimeError("the engine failed: OutOfMemoryError")
             raise WorkerError(f"{self.name} is tired", group=self.name, ranks=[0], cause=error)
+        if "hangs" not in self.fate:
+            del self._rows[rank][: self.pace]
+            self.num_written += len(rows)
+            for finished, group, trajectory in rows:
+                finished.append(self._finish(group, trajectory))
 
     def _finish(self, group: PromptGroup, trajectory: Trajectory) -> PromptGroup:
         sample = answer_to(group, trajectory, self.version)

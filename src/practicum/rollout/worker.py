@@ -24,7 +24,7 @@ from practicum.errors import ConversationError, TrainingError
 from practicum.models import DTYPES, load_tokenizer, resolve_device
 from practicum.replay import coded
 from practicum.rollout.engines import EngineSettings, make_engine
-from practicum.rollout.merging import AdapterMerger
+from practicum.rollout.engine.merge import AdapterMerger
 from practicum.types import PromptGroup, RoutedExperts, Trajectory
 from practicum.weights import Place, WeightReceiver, WeightSource, WeightUpdate, channel_timeout_s
 from practicum.weights import Ticket as WeightTicket

@@ -275,6 +275,7 @@ class Trajectory:
     number: int  # within its group; with the group's seed it decides the random numbers
     samples: list[Sample] = field(default_factory=list)
     score: Score | None = None
+    counts: dict[str, int] = field(default_factory=dict)  # of a conversation: turns, and calls of tools by outcome
 
     @property
     def is_finished(self) -> bool:

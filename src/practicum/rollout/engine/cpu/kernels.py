@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+BLOCK = 64  # tokens, as in kernels.c
 _SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "tile.h")]
 _OPTIONS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
 _BUILD_S = 60.0
@@ -40,9 +41,9 @@ _ARGUMENTS = {
     "gated": [_POINTER] * 4 + [_LONG] * 3 + [_INT],
     "experts": [_POINTER] * 9 + [_LONG] * 5 + [_INT],
     "rms_norm": [_POINTER] * 3 + [_LONG] * 2 + [_FLOAT, _INT],
-    "project": [_POINTER] * 9 + [_LONG] * 5 + [_FLOAT, _INT],
-    "keep": [_POINTER] * 3 + [_LONG] * 4,
-    "attend": [_POINTER] * 6 + [_LONG] * 11 + [_FLOAT, _INT],
+    "project": [_POINTER] * 9 + [_LONG] * 4 + [_FLOAT, _INT],
+    "keep": [_POINTER] * 3 + [_LONG] * 3,
+    "attend": [_POINTER] * 7 + [_LONG] * 8 + [_FLOAT, _INT],
 }
 
 
@@ -119,61 +120,58 @@ class Kernels:
         projections: Sequence[Projection],
         eps: float,
         angles: tuple[Tensor, Tensor],
-        positions: Tensor,
+        places: Tensor,
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
-        """Queries [rows, heads, 1, width] of x [rows, hidden], normed and rotated; keys and values go to their places.
+        """Queries [rows, heads, 1, width] of x [rows, hidden], normed and rotated; keys and values go to their places
+        [rows] in blocks [*, heads, BLOCK, width].
 
         `projections` are those of queries, keys and values, `angles` cosines and sines [1, rows, turned].
         """
         rows, hidden = x.shape
         cosines, sines = (one.contiguous() for one in angles)
-        _, key_heads, room, width = keys.shape
+        _, key_heads, _, width = keys.shape
         query = x.new_empty(rows, projections[0].heads, 1, width)
         between = x.new_empty(2 * key_heads * rows * width)
         self._library.project(
             x.data_ptr(), (Projection * 3)(*projections),
-            *(one.data_ptr() for one in (cosines, sines, positions, query, keys, values, between)),
-            rows, hidden, width, cosines.shape[-1], room, eps, torch.get_num_threads(),
+            *(one.data_ptr() for one in (cosines, sines, places, query, keys, values, between)),
+            rows, hidden, width, cosines.shape[-1], eps, torch.get_num_threads(),
         )  # fmt: skip
         return query
 
-    def keep(self, given: Tensor, positions: Tensor, kept: Tensor) -> None:
-        """The new keys or values [rows, heads, 1, width] at each row's position in `kept` [*, heads, room, width]."""
+    def keep(self, given: Tensor, places: Tensor, kept: Tensor) -> None:
+        """The new keys or values [rows, heads, width] to their places [rows] in blocks [*, heads, BLOCK, width]."""
         given = given.contiguous()
-        rows, heads, _, width = given.shape
-        self._library.keep(given.data_ptr(), positions.data_ptr(), kept.data_ptr(), rows, heads, width, kept.shape[2])
+        rows, heads, width = given.shape
+        self._library.keep(given.data_ptr(), places.data_ptr(), kept.data_ptr(), rows, heads, width)
 
     def attend(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        tables: Tensor,
         positions: Tensor,
         window: int | None,
         scaling: float,
     ) -> Tensor:
         """[rows, heads, width] of one token a row, from a query [rows, heads, 1, width], to all up to its position.
 
-        Keys and values are [rows, key_heads, tokens, width], of which rows and heads may lie apart.
+        Keys and values are blocks [*, key_heads, BLOCK, width]; the tables [rows, *] say which are of a row.
         """
-        query, key, value = query.contiguous(), _dense_within(key), _dense_within(value)
+        query = query.contiguous()
         rows, heads, _, width = query.shape
-        key_heads, longest, value_width, threads = *key.shape[1:3], value.shape[-1], torch.get_num_threads()
+        key_heads, value_width, threads = keys.shape[1], values.shape[-1], torch.get_num_threads()
+        longest = tables.shape[1] * BLOCK
         out = query.new_empty(rows, heads, value_width)
         scores = query.new_empty(threads * (heads // key_heads) * longest)
         self._library.attend(
-            *(one.data_ptr() for one in (query, key, value, positions, scores, out)),
-            rows, heads, key_heads, width, value_width, *key.stride()[:2], *value.stride()[:2],
-            longest, window or 0, scaling, threads,
+            *(one.data_ptr() for one in (query, keys, values, tables, positions, scores, out)),
+            rows, heads, key_heads, width, value_width, tables.shape[1], longest, window or 0, scaling, threads,
         )  # fmt: skip
         return out
-
-
-def _dense_within(part: Tensor) -> Tensor:
-    """The tokens of a head must lie one after the other."""
-    return part if part.stride()[2:] == (part.shape[3], 1) else part.contiguous()
 
 
 @cache

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from practicum.rollout.kernels import Kernels
+from practicum.rollout.engine.cpu.kernels import Kernels
 
 EXPERTS, KERNEL_EXPERTS = "practicum-cpu", "practicum-kernels"
 _LEAST_WEIGHTS = 1 << 17

@@ -1,10 +1,9 @@
-"""Keys and values of the native engine, and attention over them, behind transformers' own interfaces.
+"""Keys and values in blocks, and attention over them, behind transformers' own interfaces.
 
-    Prompts(lengths)    new sequences laid end to end in one row: each attends to itself; kept under its row number
-    Decode(positions)   one new token for each of the first rows: it attends to all that its row holds
+    Prefill(lengths, places)    new sequences laid end to end in one row: each attends to itself; kept in its blocks
+    Decode(tables, positions)   one new token for each row: it attends to all that the blocks of its row hold
 
-Rows have room for one sequence each. Those in use are always the first ones, so that a step reads slices and gathers
-nothing: when a sequence ends, the last one moves into its place.
+Which blocks belong to whom is the scheduler's; block 0 is nobody's, so that a table may be filled up with it.
 """
 
 from __future__ import annotations
@@ -14,26 +13,20 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from practicum.rollout.kernels import Kernels
-
-_ROOM_STEP = 64  # rows grow by so many tokens at least
-
-
-def rounded(room: int) -> int:
-    """What a row of at least so many tokens has room for."""
-    return -(-room // _ROOM_STEP) * _ROOM_STEP
+from practicum.rollout.engine.cpu.kernels import BLOCK, Kernels
 
 
 @dataclass(frozen=True, slots=True)
-class Prompts:
-    """Of a forward pass over whole sequences. `rows` says where their keys and values are kept; None: nowhere."""
+class Prefill:
+    """A forward pass over whole sequences. `places` [tokens] are a block times BLOCK and where in it; None: not kept."""
 
     lengths: Sequence[int]
-    rows: Sequence[int] | None
+    places: Tensor | None
 
     def spans(self) -> list[tuple[int, int]]:
         starts = [0]
@@ -44,16 +37,22 @@ class Prompts:
 
 @dataclass(slots=True)
 class Decode:
-    """Of a forward pass over the next token of the first rows."""
+    """A forward pass over the next token of each row."""
 
+    tables: Tensor  # [rows, blocks], the blocks of each row, those of its next token too
     positions: Tensor  # [rows], where the token stands
-    longest: int  # what the longest of the rows then holds
+    places: Tensor  # [rows], where it is kept
     _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, tables: Tensor, positions: Tensor) -> Decode:
+        own = tables.gather(1, (positions // BLOCK)[:, None])[:, 0]
+        return cls(tables, positions, own * BLOCK + positions % BLOCK)
+
     def mask(self, window: int | None) -> Tensor | None:
-        """[rows, 1, 1, longest], added to the scores; None where all rows are full."""
+        """[rows, 1, 1, tokens], added to the scores; None where all rows are full."""
         if window not in self._masks:
-            columns = torch.arange(self.longest, device=self.positions.device)[None]
+            columns = torch.arange(self.tables.shape[1] * BLOCK, device=self.positions.device)[None]
             hidden = columns > self.positions[:, None]
             if window is not None:
                 hidden |= columns <= self.positions[:, None] - window
@@ -69,76 +68,53 @@ class KVCache:
     is_sliding: Sequence[bool] = ()
 
     def __init__(self, kernels: Kernels | None = None) -> None:
-        self.step: Prompts | Decode
+        self.step: Prefill | Decode
+        self.num_blocks = 0  # beside block 0; memory is taken when something is first kept
         self._kernels = kernels
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [rows, heads, room, width] each
-        self.num_rows = self.room = 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [1 + blocks, heads, BLOCK, width] each
         self.windows: set[int | None] = set()  # that layers have asked for
         self.asked: dict[int, tuple[int | None, float]] = {}  # window and scaling, by layer
 
     @property
     def bytes_per_token(self) -> int:
-        """Over all layers, for one token of one row. Known once a sequence was kept."""
+        """Over all layers. Known once something was kept."""
         return sum(
             part.element_size() * part.shape[1] * part.shape[3] for pair in self._layers.values() for part in pair
         )
 
-    def reserve(self, num_rows: int, room: int, most_rows: int) -> None:
-        """Have at least so many rows with room for so many tokens; the first ones keep what they hold.
-
-        `most_rows` is how many with that much room the memory holds.
-        """
-        room = rounded(room)
-        if num_rows <= self.num_rows and room <= self.room:
-            return
-        kept_rows = min(num_rows, self.num_rows)
-        kept_room = min(room, self.room)
-        # Twice as many as before, so that growing one by one does not copy each time.
-        self.num_rows, self.room = max(num_rows, min(2 * self.num_rows, most_rows)), room
-        for index, (keys, values) in self._layers.items():
-            self._layers[index] = self._empty(keys), self._empty(values)
-            for part, larger in zip((keys, values), self._layers[index], strict=True):
-                larger[:kept_rows, :, :kept_room] = part[:kept_rows, :, :kept_room]
-
-    def copy(self, row: int, to: int, length: int) -> None:
+    def copy(self, blocks: Sequence[int], to: Sequence[int]) -> None:
+        """Have the second blocks hold what the first do."""
         for pair in self._layers.values():
             for part in pair:
-                part[to, :, :length] = part[row, :, :length]
+                part[list(to)] = part[list(blocks)]
 
     def kept(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Its keys and values, [rows, heads, room, width] each."""
+        """Its keys and values, [1 + blocks, heads, BLOCK, width] each."""
         return self._layers[layer]
 
     def clear(self) -> None:
         """Give the memory back."""
         self._layers.clear()
-        self.num_rows = self.room = 0
 
     # What transformers' models call
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Keep new keys and values [batch, heads, tokens, width]; those that the step attends to."""
+        """Keep new keys and values [batch, heads, tokens, width]; return what the step attends to."""
         step = self.step
-        if isinstance(step, Prompts) and step.rows is None:
+        if step.places is None:
             return key, value
         if layer_idx not in self._layers:
             self._layers[layer_idx] = (self._empty(key), self._empty(value))
-        keys, values = self._layers[layer_idx]
-        if isinstance(step, Prompts):
-            assert step.rows is not None
-            for row, (start, length) in zip(step.rows, step.spans(), strict=True):
-                keys[row, :, :length] = key[0, :, start : start + length]
-                values[row, :, :length] = value[0, :, start : start + length]
+        kept = self._layers[layer_idx]
+        for part, given in zip(kept, (key, value), strict=True):
+            rows = given[0].transpose(0, 1) if isinstance(step, Prefill) else given[:, :, 0]
+            if self._kernels is not None:
+                self._kernels.keep(rows, step.places, part)
+            else:
+                part[step.places // BLOCK, :, step.places % BLOCK] = rows
+        if isinstance(step, Prefill):
             return key, value
-        num = len(step.positions)
-        if self._kernels is not None:
-            self._kernels.keep(key, step.positions, keys)
-            self._kernels.keep(value, step.positions, values)
-        else:
-            rows = torch.arange(num, device=key.device)
-            keys[rows, :, step.positions] = key[:, :, 0]
-            values[rows, :, step.positions] = value[:, :, 0]
-        return keys[:num, :, : step.longest], values[:num, :, : step.longest]
+        return kept if self._kernels is not None else (_gathered(kept[0], step.tables), _gathered(kept[1], step.tables))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -154,7 +130,13 @@ class KVCache:
 
     def _empty(self, like: Tensor) -> Tensor:
         # Not just any memory: what is masked counts nothing times its value, and that must be a number.
-        return like.new_zeros(self.num_rows, like.shape[1], self.room, like.shape[3])
+        shape = 1 + self.num_blocks, like.shape[1], BLOCK, like.shape[3]
+        if like.device.type != "cpu":
+            return like.new_zeros(shape)
+        # NumPy's zeros are taken from the system when they are first written to, so blocks that nobody has cost nothing.
+        return (
+            torch.from_numpy(np.zeros(int(np.prod(shape)) * like.element_size(), np.uint8)).view(like.dtype).view(shape)
+        )
 
     # Registered with transformers' attention interface
 
@@ -176,17 +158,23 @@ class KVCache:
         if softcap is not None or s_aux is not None:
             raise NotImplementedError("attention with capped scores or with sinks")
         self.windows.add(sliding_window)
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        step, scaling = self.step, query.shape[-1] ** -0.5 if scaling is None else scaling
         if (layer := getattr(module, "layer_idx", None)) is not None:
             self.asked[layer] = sliding_window, scaling
-        if isinstance(self.step, Decode) and self._kernels is not None:
-            out = self._kernels.attend(query, key, value, self.step.positions, sliding_window, scaling)
+        if isinstance(step, Prefill):
+            out = _each_by_itself(query, key, value, step, sliding_window, scaling)
+        elif self._kernels is not None:
+            out = self._kernels.attend(query, key, value, step.tables, step.positions, sliding_window, scaling)
             return out[:, None], None
-        if isinstance(self.step, Decode):
-            out = _decoded(query, key, value, self.step.mask(sliding_window), scaling)
         else:
-            out = _each_by_itself(query, key, value, self.step, sliding_window, scaling)
+            out = _decoded(query, key, value, step.mask(sliding_window), scaling)
         return out.transpose(1, 2), None
+
+
+def _gathered(kept: Tensor, tables: Tensor) -> Tensor:
+    """What the blocks of each row hold, [rows, heads, tokens, width]."""
+    heads = torch.arange(kept.shape[1], device=kept.device)[None, :, None]
+    return kept[tables[:, None], heads].flatten(2, 3)
 
 
 def _decoded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
@@ -210,7 +198,7 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
 
 
 def _each_by_itself(
-    query: Tensor, key: Tensor, value: Tensor, step: Prompts, window: int | None, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, step: Prefill, window: int | None, scaling: float | None
 ) -> Tensor:
     """Sequences of one length that stand side by side are computed together."""
     parts: list[Tensor] = []

@@ -14,26 +14,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from practicum.rollout.kernels import Kernels, Projection
-from practicum.rollout.kv_cache import Decode, KVCache
+from practicum.rollout.engine.cpu.kernels import Kernels, Projection
+from practicum.rollout.engine.kv_cache import Decode, KVCache
 
 _PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-class LeanStep:
+class FusedDecode:
     """Parameters stay where they are; hooks work on the embedding, MLPs and routers."""
 
     def __init__(self, model: Any, kernels: Kernels, cache: KVCache) -> None:
         base = model.base_model
         self._embedding, self._rotary, self._norm = base.embed_tokens, base.rotary_emb, base.norm
         self._head = model.get_output_embeddings()
-        self._layers = [_Layer(layer) for layer in base.layers]
+        self._layers = [_FusedLayer(layer) for layer in base.layers]
         self._kernels = kernels
         self._cache = cache
 
     @classmethod
-    def of(cls, model: Any, kernels: Kernels, cache: KVCache) -> LeanStep | None:
+    def of(cls, model: Any, kernels: Kernels, cache: KVCache) -> FusedDecode | None:
         """None if the model has other parts."""
         base = model.base_model
         if not all(hasattr(base, name) for name in ("embed_tokens", "rotary_emb", "norm", "layers")):
@@ -50,20 +50,18 @@ class LeanStep:
         logits: Tensor = self._head(self._norm(hidden))
         return logits.transpose(0, 1)
 
-    def _attended(self, layer: _Layer, x: Tensor, angles: tuple[Tensor, Tensor], step: Decode) -> Tensor:
+    def _attended(self, layer: _FusedLayer, x: Tensor, angles: tuple[Tensor, Tensor], step: Decode) -> Tensor:
         number = layer.attention.layer_idx
         keys, values = self._cache.kept(number)
         window, scaling = self._cache.asked[number]
-        query = self._kernels.project(x[0], layer.projections(), layer.eps, angles, step.positions, keys, values)
-        num = len(step.positions)
-        kept = keys[:num, :, : step.longest], values[:num, :, : step.longest]
-        attended = self._kernels.attend(query, *kept, step.positions, window, scaling)
-        out: Tensor = layer.attention.o_proj.forward(attended.view(1, num, -1))
+        query = self._kernels.project(x[0], layer.projections(), layer.eps, angles, step.places, keys, values)
+        attended = self._kernels.attend(query, keys, values, step.tables, step.positions, window, scaling)
+        out: Tensor = layer.attention.o_proj.forward(attended.view(1, len(attended), -1))
         return out
 
 
 @dataclass(slots=True)
-class _Layer:
+class _FusedLayer:
     before_attention: Any
     attention: Any
     before_mlp: Any

@@ -1,25 +1,15 @@
-"""Drawing tokens reproducibly: one uniform number per sequence and position, whatever else is in the batch."""
+"""Sampling tokens reproducibly: one uniform number per sequence and position, whatever else is in the batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from practicum.errors import TrainingError
 from practicum.types import SamplingParams
-
-
-def uniforms(seeds: Sequence[tuple[int, int]], length: int) -> Tensor:
-    """[rows, length] numbers in [0, 1); each row depends on its own (request seed, answer index) alone."""
-    rows = [
-        np.random.Generator(np.random.Philox(key=np.array(seed, np.uint64))).random(length, np.float32)
-        for seed in seeds
-    ]
-    return torch.from_numpy(np.stack(rows))
 
 
 def draw(logits: Tensor, uniform: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:

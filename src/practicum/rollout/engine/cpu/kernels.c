@@ -6,6 +6,8 @@
 
 #include "tile.h"
 
+#define BLOCK 64 /* tokens, as in kernels.py */
+
 int omp_get_thread_num(void); /* not from omp.h, which not every compiler brings */
 
 /* Rows of x, or those that `index` names: several entries in a row of it may stand for one. */
@@ -218,28 +220,43 @@ INLINE void softmax(float *scores, long num) {
     for (long j = 0; j < num; j++) scores[j] *= scale;
 }
 
-/* out [width]: values [num, width] weighed. */
-INLINE void weigh(const float *weights, const float *values, long num, long width, float *out) {
+/* Keys and values lie in blocks [*, heads, BLOCK, width]. A place is the number of a block times BLOCK, and where in it;
+   the table of a row says in which blocks its tokens are. What is returned is in units of width. */
+INLINE long at_place(uint64_t place, long head, long heads) {
+    return (place / BLOCK * heads + head) * BLOCK + place % BLOCK;
+}
+
+INLINE long at_token(const int64_t *table, uint64_t token, long head, long heads) {
+    return at_place(table[token / BLOCK] * BLOCK + token % BLOCK, head, heads);
+}
+
+/* out [width]: the values of tokens from `first` on, weighed. */
+INLINE void weigh(const float *weights, const float *values, const int64_t *table, long head, long heads, long first,
+                  long num, long width, float *out) {
     for (long at = 0; at < width; at += 4 * LANES) {
         vec sums[4] = {0};
-        if (at + 4 * LANES <= width) {
-            for (long i = 0; i < num; i++)
+        for (long done = 0, run; done < num; done += run) {
+            run = least(num - done, BLOCK - (first + done) % BLOCK);
+            const float *own = values + at_token(table, first + done, head, heads) * width + at;
+            if (at + 4 * LANES <= width) {
+                for (long i = 0; i < run; i++)
 #pragma GCC unroll 4
-                for (int j = 0; j < 4; j++) sums[j] += weights[i] * load(values + i * width + at + j * LANES);
-        } else {
-            for (long i = 0; i < num; i++)
-                for (int j = 0; at + j * LANES < width; j++)
-                    sums[j] += weights[i] * load_up_to(values + i * width + at + j * LANES, width - at - j * LANES);
+                    for (int j = 0; j < 4; j++) sums[j] += weights[done + i] * load(own + i * width + j * LANES);
+            } else {
+                for (long i = 0; i < run; i++)
+                    for (int j = 0; at + j * LANES < width; j++)
+                        sums[j] += weights[done + i] * load_up_to(own + i * width + j * LANES, width - at - j * LANES);
+            }
         }
         for (int j = 0; j < 4 && at + j * LANES < width; j++)
             store_up_to(out + at + j * LANES, sums[j], width - at - j * LANES);
     }
 }
 
-/* The new key or value [rows, heads, width] of each row to its position in kept [*, heads, room, width]. */
-void keep(const float *given, const int64_t *positions, float *kept, long num_rows, long heads, long width, long room) {
+/* The new key or value [rows, heads, width] of each row to its place in the blocks. */
+void keep(const float *given, const int64_t *places, float *kept, long num_rows, long heads, long width) {
     for (long i = 0; i < num_rows * heads; i++)
-        memcpy(kept + (i * room + positions[i / heads]) * width, given + i * width, width * sizeof(float));
+        memcpy(kept + at_place(places[i / heads], i % heads, heads) * width, given + i * width, width * sizeof(float));
 }
 
 /* The first `turned` numbers, a half with the other half, by the angles of a position. */
@@ -260,8 +277,8 @@ typedef struct {
 /* What comes before attention in a step: query [rows, heads, width], normed and rotated, and keys and values to their
    places. x is [rows, hidden], cosines and sines [rows, turned]; between has room for [2 * key heads, rows, width]. */
 void project(const float *x, const Projection *projections, const float *cosines, const float *sines,
-             const int64_t *positions, float *query, float *keys, float *values, float *between, long num_rows,
-             long hidden, long width, long turned, long room, float eps, int threads) {
+             const int64_t *places, float *query, float *keys, float *values, float *between, long num_rows,
+             long hidden, long width, long turned, float eps, int threads) {
     Rows rows = {x, 0, 1, hidden};
     long heads = projections[0].heads, key_heads = projections[1].heads;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
@@ -278,7 +295,7 @@ void project(const float *x, const Projection *projections, const float *cosines
             if (own.norm) norm_row(row, own.norm, row, width, eps);
             if (kind < 2) rotate(row, cosines + r * turned, sines + r * turned, turned);
             if (kind > 0)
-                memcpy((kind == 1 ? keys : values) + ((r * key_heads + head) * room + positions[r]) * width, row,
+                memcpy((kind == 1 ? keys : values) + at_place(places[r], head, key_heads) * width, row,
                        width * sizeof(float));
         }
     }
@@ -286,33 +303,34 @@ void project(const float *x, const Projection *projections, const float *cosines
 
 /* Of one token for each row to those up to its position, from the last `window` of them if that is not 0.
 
-   query [rows, heads, width], keys [rows, key_heads, *, width], values [rows, key_heads, *, value_width], where a row and
-   a head are so many numbers apart; scores has room for [threads, heads / key_heads, longest]. */
-void attend(const float *query, const float *keys, const float *values, const int64_t *positions, float *scores,
-            float *out, long num_rows, long heads, long key_heads, long width, long value_width, long key_row,
-            long key_head, long value_row, long value_head, long longest, long window, float scaling, int threads) {
+   query [rows, heads, width], keys and values in blocks, tables [rows, table_row]; scores has room for
+   [threads, heads / key_heads, longest]. */
+void attend(const float *query, const float *keys, const float *values, const int64_t *tables, const int64_t *positions,
+            float *scores, float *out, long num_rows, long heads, long key_heads, long width, long value_width,
+            long table_row, long longest, long window, float scaling, int threads) {
     long group = heads / key_heads;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 4)
     for (long task = 0; task < num_rows * key_heads; task++) {
         long row = task / key_heads, head = task % key_heads, end = positions[row] + 1;
         long first = window && end > window ? end - window : 0, num = end - first;
-        const float *own_keys = keys + row * key_row + head * key_head + first * width;
-        const float *own_values = values + row * value_row + head * value_head + first * value_width;
+        const int64_t *table = tables + row * table_row;
         float *own = scores + omp_get_thread_num() * group * longest;
         Rows queries = {query + task * group * width, 0, 1, width};
         for (long q = 0; q < group; q += ROWS)
             for (long k = 0; k < num; k += COLS) {
                 const float *x[ROWS], *columns[COLS];
                 float sums[TILE];
-                long num_queries = choose_rows(x, queries, q, group);
-                long num_keys = choose_columns(columns, own_keys, width, k, num);
+                long num_queries = choose_rows(x, queries, q, group), num_keys = least(COLS, num - k);
+                for (int i = 0; i < COLS; i++)
+                    columns[i] = keys + at_token(table, first + k + (i < num_keys ? i : 0), head, key_heads) * width;
                 tile(x, columns, width, sums);
                 for (long i = 0; i < num_queries; i++)
                     for (long j = 0; j < num_keys; j++) own[(q + i) * longest + k + j] = sums[i * COLS + j] * scaling;
             }
         for (long q = 0; q < group; q++) {
             softmax(own + q * longest, num);
-            weigh(own + q * longest, own_values, num, value_width, out + (task * group + q) * value_width);
+            weigh(own + q * longest, values, table, head, key_heads, first, num, value_width,
+                  out + (task * group + q) * value_width);
         }
     }
 }

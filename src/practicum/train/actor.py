@@ -144,7 +144,7 @@ class ActorWorker(Worker):
         torch.set_num_threads(settings.threads)
         torch.manual_seed(settings.seed + self.rank)
         self._settings = settings
-        self._sender: Sender[Any] | None = None  # of weights, on rank 0
+        self._sender: Sender | None = None  # of weights, on rank 0
         self._device = resolve_device(settings.device)
         self._tokenizer = load_tokenizer(settings.model_path)
         model = load_model(settings.model_path).train()  # checkpointing looks at the mode; there is no dropout

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
-from functools import wraps
 from typing import Any, cast
 
 import pytest
@@ -15,7 +14,7 @@ from practicum.errors import RolloutError, TrainingError, WorkerDied
 from practicum.rollout.manager import ExpectedLengths, RolloutManager
 from practicum.rollout.replica import RolloutReplica
 from practicum.types import PromptGroup
-from tests.rollout.replicas import ScriptedReplica, answer_to, assert_right, groups_of, written
+from tests.rollout.replicas import ScriptedReplica, answer_to, assert_right, groups_of, in_a_loop, written
 
 
 def manager_of(*replicas: ScriptedReplica, window: int | None = 8, **more: Any) -> RolloutManager:
@@ -31,14 +30,6 @@ def write(groups: Sequence[PromptGroup], *replicas: ScriptedReplica, **more: Any
     came = asyncio.run(run())
     assert_right(came)
     return came
-
-
-def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(test(*args, **kwargs))
-
-    return run
 
 
 # How work is shared out

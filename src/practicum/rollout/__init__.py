@@ -1,9 +1,9 @@
 """Rollout: prompt groups in, the same groups with their answers out, by whichever engine.
 
-    engine = NativeRollout("./my-model", device=torch.device("cpu"), dtype=torch.float32, max_batch=64)
-    group = PromptGroup("q1", prompt, prompt_ids, SamplingParams(64, num_answers=8), seed=1)
-    for finished in engine.generate_all([group]):
-        print([trajectory.last.text for trajectory in finished.trajectories])
+engine = NativeRollout("./my-model", device=torch.device("cpu"), dtype=torch.float32, max_batch=64)
+group = PromptGroup("q1", prompt, prompt_ids, SamplingParams(64, num_answers=8), seed=1)
+for finished in engine.generate_all([group]):
+    print([trajectory.last.text for trajectory in finished.trajectories])
 """
 
 from __future__ import annotations

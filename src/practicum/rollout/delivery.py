@@ -1,7 +1,7 @@
 """The trainer's weights on their way to replicas, and the proof that they arrived.
 
-    send(replicas, version)   invite, send, every replica takes them ─ same log-probs as the trainer's? ─▶ may write
-    send_again(replica)       to one that was started anew: what was sent last, if it is still there
+send(replicas, version)   invite, send, every replica takes them ─ same log-probs as the trainer's? ─▶ may write
+send_again(replica)       to one that was started anew: what was sent last, if it is still there
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from practicum.errors import PracticumError, RolloutError, WeightsGone, WorkerDied, WorkerError
 from practicum.rollout.replica import RolloutReplica
-from practicum.weights import Fingerprint, Place
-from practicum.weights import Ticket as WeightTicket
+from practicum.weights import Fingerprint, Place, Ticket
 
 log = logging.getLogger("practicum.rollout")
 
@@ -29,10 +28,10 @@ class TrainerWeights(Protocol):
     async def open(self, engines: Sequence[Place]) -> None:
         """Choose a channel that reaches all of them, and make ready to send."""
 
-    async def invite(self, version: int, num_receivers: int) -> WeightTicket | None:
+    async def invite(self, version: int, num_receivers: int) -> Ticket | None:
         """Return what replicas need to know before the weights are sent; None where they come after."""
 
-    async def send(self, version: int) -> WeightTicket:
+    async def send(self, version: int) -> Ticket:
         """Send, and return when all is sent. `WeightsGone`, here or in `invite`, if this version has been sent before
         and the trainer has learnt since."""
 
@@ -52,7 +51,7 @@ class WeightDelivery:
 
     def __init__(self, weights: TrainerWeights, replicas: Sequence[RolloutReplica], *, vocab_size: int) -> None:
         self._weights = weights
-        self._ticket: WeightTicket | None = None  # good for those who come later too
+        self._ticket: Ticket | None = None  # good for those who come later too
         self._fingerprints = {own.number: Fingerprint(vocab_size) for own in replicas}
         self._sequences = Fingerprint(vocab_size).sequences
         self._expected: list[NDArray[np.float32]] = []
@@ -108,19 +107,19 @@ class WeightDelivery:
         refusal: PracticumError | None = None
         is_off = False
 
-        def call_off() -> None:
-            """Nobody is to wait for whoever has failed."""
+        async def call_off() -> None:
+            """Let nobody wait for whoever has failed."""
             nonlocal is_off
             is_off = True
             if invitation is not None:
-                invitation.call_off()
+                await asyncio.to_thread(invitation.call_off)
 
         async def give(replica: RolloutReplica) -> None:
             try:
                 await self._give(replica, version, invitation or ticket)
             except PracticumError as error:
                 failed[replica] = _Failure(str(error), is_own=invitation is None or not is_off)
-                call_off()
+                await call_off()
 
         async def send() -> None:
             nonlocal refusal
@@ -128,7 +127,7 @@ class WeightDelivery:
                 await self._weights.send(version)
             except PracticumError as error:
                 refusal = None if is_off else _unwrapped(error)
-                call_off()
+                await call_off()
 
         await asyncio.gather(*([] if invitation is None else [send()]), *map(give, replicas))
         if refusal is None or any(failure.is_own for failure in failed.values()):
@@ -137,7 +136,7 @@ class WeightDelivery:
             raise refusal
         return {own: _Failure(failure.reason, is_own=True) for own, failure in failed.items()}  # it waited in vain
 
-    async def _give(self, replica: RolloutReplica, version: int, ticket: WeightTicket | None) -> None:
+    async def _give(self, replica: RolloutReplica, version: int, ticket: Ticket | None) -> None:
         await replica.update_weights(version, ticket)
         found = await replica.log_probs(self._sequences)
         self._fingerprints[replica.number].compare(replica.name, version, self._expected, found)

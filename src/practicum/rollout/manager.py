@@ -392,9 +392,7 @@ class RolloutManager:
         except Exception as error:  # such as a prompt that cannot travel: nobody must wait for it for ever
             call.fail(error)
 
-    def _take_in(
-        self, worker: _Worker, part_of: dict[tuple[str, int], _Part], groups: Sequence[PromptGroup]
-    ) -> None:
+    def _take_in(self, worker: _Worker, part_of: dict[tuple[str, int], _Part], groups: Sequence[PromptGroup]) -> None:
         for came, part in ((t, part_of.get((group.id, t.number))) for group in groups for t in group.trajectories):
             if part is None or part not in worker.parts or (own := part.open.pop(came.number, None)) is None:
                 continue
@@ -470,7 +468,9 @@ class RolloutManager:
         try:
             while replica.problem and self._num_tries[number] < _MOST_RESTARTS:
                 self._num_tries[number] += 1
-                log.warning("%s is lost, and others take what it had. Starting it again: %s", replica.name, replica.problem)
+                log.warning(
+                    "%s is lost, and others take what it had. Starting it again: %s", replica.name, replica.problem
+                )
                 try:
                     await replica.restart()
                     await replica.wake_up()

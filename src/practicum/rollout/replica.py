@@ -24,8 +24,7 @@ from practicum.controller import (
 )
 from practicum.rollout.worker import RolloutWorker
 from practicum.types import PromptGroup
-from practicum.weights import Place
-from practicum.weights import Ticket as WeightTicket
+from practicum.weights import Place, Ticket
 
 _PING_S = 60.0  # a worker that does not answer for so long hangs
 _UNBOUNDED_S = 1e8  # between two lists: the manager knows how long all that a worker has may take
@@ -84,7 +83,7 @@ class RolloutReplica:
         """Raise `WorkerError` where a worker is gone or hangs."""
         await self._group.with_timeout(_PING_S).execute_rank_async(rank, RolloutWorker.ping)
 
-    async def update_weights(self, version: int, ticket: WeightTicket | None = None) -> None:
+    async def update_weights(self, version: int, ticket: Ticket | None = None) -> None:
         await self._group.execute_all_async(RolloutWorker.update_weights, version, ticket)
 
     async def log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -23,11 +23,10 @@ from practicum.controller import Worker
 from practicum.errors import ConversationError, TrainingError
 from practicum.models import DTYPES, load_tokenizer, resolve_device
 from practicum.replay import coded
-from practicum.rollout.engines import EngineSettings, make_engine
 from practicum.rollout.engine.merge import AdapterMerger
+from practicum.rollout.engines import EngineSettings, make_engine
 from practicum.types import PromptGroup, RoutedExperts, Trajectory
-from practicum.weights import Place, WeightReceiver, WeightSource, WeightUpdate, channel_timeout_s
-from practicum.weights import Ticket as WeightTicket
+from practicum.weights import Place, Ticket, WeightReceiver, WeightSource, WeightUpdate, channel_timeout_s
 
 T = TypeVar("T")
 # A finished answer is often followed by others: so long they are waited for, to leave together.
@@ -67,7 +66,7 @@ class RolloutWorker(Worker):
             self._merger = AdapterMerger(settings.adapters, device, dtype)
         self._conversations: Any = None
         if agent is not None and agent.is_set:
-            from practicum.rollout.agent.conversations import Conversations
+            from practicum.rollout.agent.conversation import Conversations
 
             tokenizer = load_tokenizer(settings.model_path)
             self._conversations = Conversations(self._engine, tokenizer, agent, is_partial=is_partial)
@@ -95,7 +94,7 @@ class RolloutWorker(Worker):
     async def ping(self) -> None:
         """Answer, so that others see that this process is alive."""
 
-    async def update_weights(self, version: int, ticket: WeightTicket | None = None) -> None:
+    async def update_weights(self, version: int, ticket: Ticket | None = None) -> None:
         """Take the weights that the ticket is for; without one those of the sibling, as they are now, for which all
         ranks must be called. Answers under way are finished first, or aborted and gone on with. It is awake after.
         """
@@ -128,7 +127,6 @@ class RolloutWorker(Worker):
         if self._conversations is not None:
             await self._conversations.close()
         await self._engine.close()
-        self._receiver.close()
 
     async def _wake(self) -> None:
         if not self._has_started and self._conversations is not None:
@@ -138,7 +136,7 @@ class RolloutWorker(Worker):
             await self._engine.resume()
             self._is_awake = True
 
-    def _take_weights(self, version: int, ticket: WeightTicket | None) -> WeightUpdate:
+    def _take_weights(self, version: int, ticket: Ticket | None) -> WeightUpdate:
         if ticket is not None:
             update = self._receiver.receive(ticket)
         else:

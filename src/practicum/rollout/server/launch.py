@@ -1,4 +1,4 @@
-"""From a model's folder to a service: a classifier if that is what its config says, else an engine that writes."""
+"""From a model's folder to a service: a classifier if its config names one, else an engine that writes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import PurePath
 from practicum.errors import ConfigError
 from practicum.models import DTYPES, absolute, load_any_config, load_config, load_tokenizer, resolve_device
 from practicum.rollout.engines import EngineSettings, make_engine
-from practicum.rollout.serving.classifier import Classifier
-from practicum.rollout.serving.classify import ClassifyService
-from practicum.rollout.serving.service import Service
-from practicum.rollout.serving.texts import Limit
-from practicum.rollout.serving.writing import WritingService
+from practicum.rollout.server.classification import ClassificationService, Classifier
+from practicum.rollout.server.encoder import Limit
+from practicum.rollout.server.generation import GenerationService
+from practicum.rollout.server.service import Service
 
 ENGINES_THAT_SERVE = ("native", "hf")  # the others have servers of their own
 _DEVICES = ("auto", "cpu", "cuda")
@@ -20,7 +19,8 @@ _BATCH_TOKENS = 16_384
 
 
 def service_of(path: str, *, engine: str, device: str, dtype: str, max_batch: int) -> Service:
-    """What `practicum serve` serves, asleep. Requests may call it by its path, the last part of that, or `default`."""
+    """Return the service of `practicum serve`, asleep where it generates. Requests may call it by its path, the last
+    part of that, or `default`."""
     if engine not in ENGINES_THAT_SERVE:
         raise ConfigError(f"unknown engine {engine!r}: those that serve are {', '.join(ENGINES_THAT_SERVE)}.")
     if dtype not in DTYPES:
@@ -32,23 +32,23 @@ def service_of(path: str, *, engine: str, device: str, dtype: str, max_batch: in
     names = frozenset({path, absolute(path), PurePath(path).name, "default"})
     architectures = load_any_config(path).architectures or []
     if architectures and all(name.endswith("ForSequenceClassification") for name in architectures):
-        return classify_service(path, device=device, dtype=dtype, max_batch_tokens=_BATCH_TOKENS, names=names)
+        return classification_service(path, device=device, dtype=dtype, max_batch_tokens=_BATCH_TOKENS, names=names)
     settings = EngineSettings(engine, path, device=device, dtype=dtype, max_batch=max_batch)
-    return writing_service(settings, names=names)
+    return generation_service(settings, names=names)
 
 
-def classify_service(
+def classification_service(
     path: str, *, device: str, dtype: str, max_batch_tokens: int, names: frozenset[str] | None = None
-) -> ClassifyService:
+) -> ClassificationService:
     classifier = Classifier(path, device=resolve_device(device), dtype=DTYPES[dtype], max_batch_tokens=max_batch_tokens)
-    return ClassifyService(path, classifier, max_batch_tokens, names)
+    return ClassificationService(path, classifier, max_batch_tokens, names)
 
 
-def writing_service(
+def generation_service(
     settings: EngineSettings, *, limits: Sequence[Limit] = (), names: frozenset[str] | None = None
-) -> WritingService:
+) -> GenerationService:
     path = settings.model_path
-    return WritingService(
+    return GenerationService(
         path,
         make_engine(settings),
         model_config=load_config(path),

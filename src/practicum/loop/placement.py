@@ -1,16 +1,16 @@
-"""Learners and writers: the trainer's processes, and the replicas that write with its weights, wherever they live.
+"""Learners and rollout: the trainer's processes, and the replicas that write with its weights, wherever they live.
 
 hybrid       roles of one process for each rank
-colocated    processes of their own on the same places
-standalone   places of their own
+colocated    processes of their own on the same devices
+standalone   devices of their own
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,12 +35,17 @@ from practicum.loop.settings import actor_settings, critic_settings, reference_s
 from practicum.models import empty_model, load_config, num_cores, resolve_device
 from practicum.replay import find_routers
 from practicum.reward.router import Router
-from practicum.rollout.early import engine_problems, room_problems
 from practicum.rollout.engines import EngineSettings
 from practicum.rollout.manager import RolloutManager
-from practicum.rollout.placement import ReplicaSettings, hybrid_manager, open_replicas
-from practicum.rollout.remote.openai import server_address
-from practicum.rollout.remote.vllm import LORA_RANKS
+from practicum.rollout.placement import (
+    ReplicaSettings,
+    engine_problems,
+    hybrid_manager,
+    open_replicas,
+    room_problems,
+)
+from practicum.rollout.openai import server_address
+from practicum.rollout.vllm.engine import LORA_RANKS
 from practicum.rollout.worker import RolloutWorker
 from practicum.train import ActorWorker, CriticWorker, ReferenceWorker
 from practicum.weights import ChannelSettings, Place, Ticket, channel_timeout_s, choose
@@ -48,11 +53,11 @@ from practicum.weights import ChannelSettings, Place, Ticket, channel_timeout_s,
 W = TypeVar("W", bound=Worker)
 
 
-@contextmanager
-def open_learners(
+@asynccontextmanager
+async def open_learners(
     config: Config, controller: Controller, model_path: str
-) -> Iterator[tuple[LearningGroups, RolloutManager]]:
-    """Those that learn, those that they need for it, and the writers, which end with the block."""
+) -> AsyncIterator[tuple[LearningGroups, RolloutManager]]:
+    """Start the roles that learn, those they are compared with, and the replicas; all end with the block."""
     engine = EngineSettings.of(
         config.rollout,
         model_path,
@@ -79,29 +84,35 @@ def open_learners(
             is_partial=config.rollout.partial,
             timeout_s=config.controller.call_timeout_s,
         )
-    with ExitStack() as stack:
-        fused, groups = stack.enter_context(_open_ranks(config, controller, model_path, hybrid))
+    async with AsyncExitStack() as stack:
+        fused, groups = _open_ranks(stack, config, controller, model_path, hybrid)
         if hybrid:
-            manager = stack.enter_context(hybrid_manager(fused.role("rollout", RolloutWorker), settings))
+            manager = hybrid_manager(fused.role("rollout", RolloutWorker), settings)
+            await stack.enter_async_context(manager)
         else:
-            engine = _served(stack, config, controller, engine)
+            engine = _with_router(stack, config, controller, engine)
             weights = ActorWeights(groups.actors, config.model.dtype, config.controller.call_timeout_s)
-            manager = stack.enter_context(open_replicas(config.rollout, controller, engine, weights, settings))
+            replicas = open_replicas(config.rollout, controller, engine, weights, settings)
+            manager = await stack.enter_async_context(replicas)
         yield groups, manager
 
 
-@contextmanager
-def open_only_learners(config: Config, controller: Controller, model_path: str) -> Iterator[LearningGroups]:
-    """Where nobody writes."""
-    with _open_ranks(config, controller, model_path, {}) as (_, groups):
-        yield groups
+@asynccontextmanager
+async def open_only_learners(config: Config, controller: Controller, model_path: str) -> AsyncIterator[LearningGroups]:
+    """Start the roles that learn without any rollout."""
+    async with AsyncExitStack() as stack:
+        yield _open_ranks(stack, config, controller, model_path, {})[1]
 
 
-@contextmanager
 def _open_ranks(
-    config: Config, controller: Controller, model_path: str, hybrid: Mapping[str, RayClassWithInitArgs[Any]]
-) -> Iterator[tuple[WorkerGroup[FusedWorker], LearningGroups]]:
-    """The processes of the ranks, with the roles in `hybrid` too; and the roles beside the actor, wherever they are."""
+    stack: AsyncExitStack,
+    config: Config,
+    controller: Controller,
+    model_path: str,
+    hybrid: Mapping[str, RayClassWithInitArgs[Any]],
+) -> tuple[WorkerGroup[FusedWorker], LearningGroups]:
+    """Start the processes of the ranks, with the roles in `hybrid` too, and the roles beside the actor, wherever they
+    are."""
     device, kl = _device(config, controller), config.algorithm.kl
     roles = {"actor": RayClassWithInitArgs(ActorWorker, actor_settings(config, model_path, device)), **hybrid}
     critic = reference = None
@@ -113,22 +124,17 @@ def _open_ranks(
         roles |= {"reference": reference} if kl.placement == "hybrid" else {}
     fused = controller.group(RayClassWithInitArgs(FusedWorker, **roles), name="learners")
 
-    @contextmanager
-    def beside(role: str, packed: RayClassWithInitArgs[W] | None, key: str) -> Iterator[WorkerGroup[W] | None]:
+    def beside(role: str, packed: RayClassWithInitArgs[W] | None, key: str) -> WorkerGroup[W] | None:
         if packed is None or role in roles:
-            yield None if packed is None else fused.role(role, packed.cls)
-            return
-        with ExitStack() as stack:
-            pool, num = None, config.trainer.num_workers
-            if config.placements[key] == "standalone":
-                pool = stack.enter_context(places_beside(controller, num, key=key, num_key="trainer.num_workers"))
-            yield stack.enter_context(controller.group(packed, name=f"{role}s", pool=pool))
+            return None if packed is None else fused.role(role, packed.cls)
+        pool, num = None, config.trainer.num_workers
+        if config.placements[key] == "standalone":
+            pool = stack.enter_context(places_beside(controller, num, key=key, num_key="trainer.num_workers"))
+        return stack.enter_context(controller.group(packed, name=f"{role}s", pool=pool))
 
-    with (
-        beside("critic", critic, "critic.placement") as critics,
-        beside("reference", reference, "algorithm.kl.placement") as references,
-    ):
-        yield fused, LearningGroups(fused.role("actor", ActorWorker), critics, references)
+    critics = beside("critic", critic, "critic.placement")
+    references = beside("reference", reference, "algorithm.kl.placement")
+    return fused, LearningGroups(fused.role("actor", ActorWorker), critics, references)
 
 
 def _device(config: Config, controller: Controller) -> str:
@@ -137,15 +143,16 @@ def _device(config: Config, controller: Controller) -> str:
     return config.trainer.device
 
 
-def check_writers(config: Config) -> None:
-    """Raise where writers could not start, as far as that can be known before anything is started."""
-    problems = writer_problems(config)
+def check_rollout(config: Config) -> None:
+    """Raise where the rollout could not start, as far as that can be known before anything is started."""
+    problems = rollout_problems(config)
     if problems:
         raise RolloutError(" ".join(problems))
 
 
-def writer_problems(config: Config) -> list[str]:
-    if config.actor.router_replay.replay_file is not None:  # a recording is learnt from: nobody writes
+def rollout_problems(config: Config) -> list[str]:
+    """Return what would keep the rollout from starting, in sentences."""
+    if config.actor.router_replay.replay_file is not None:  # a recording is learnt from: nothing is generated
         return []
     is_local = config.controller.backend == "local"
     joins = not is_local and not starts_here(config.controller.address)
@@ -175,7 +182,7 @@ def writer_problems(config: Config) -> list[str]:
 
 
 def _adapter_problems(config: Config) -> list[str]:
-    """Of vLLM, which computes with adapters that come alone."""
+    """Return what vLLM, which computes with adapters that come alone, could not do."""
     adapters = sent_adapters(config)
     if adapters is None or config.rollout.engine != "vllm":
         return []
@@ -191,41 +198,38 @@ def _adapter_problems(config: Config) -> list[str]:
 
 
 class ActorWeights:
-    """What replicas with weights of their own need of the learners."""
+    """The learners, as far as replicas with weights of their own need them: a `TrainerWeights`."""
 
     def __init__(self, actors: WorkerGroup[ActorWorker], dtype: str, timeout_s: float) -> None:
         self._actors = actors
         self._dtype = dtype
         self._timeout_s = timeout_s
 
-    def open(self, engines: Sequence[Place]) -> None:
-        channel = choose(self._actors.execute_rank_zero(ActorWorker.place), engines)
+    async def open(self, engines: Sequence[Place]) -> None:
+        channel = choose(await self._actors.execute_rank_zero_async(ActorWorker.place), engines)
         settings = ChannelSettings(
             timeout_s=channel_timeout_s(self._timeout_s),
             num_receivers=len(engines),
-            host=self._actors.execute_rank_zero(ActorWorker.address),
+            host=await self._actors.execute_rank_zero_async(ActorWorker.address),
         )
-        self._actors.execute_all(ActorWorker.open_channel, channel, settings)
+        await self._actors.execute_all_async(ActorWorker.open_channel, channel, settings)
 
-    def invite(self, version: int, num_receivers: int) -> Ticket | None:
-        return self._actors.execute_rank_zero(ActorWorker.invite, version, num_receivers)
+    async def invite(self, version: int, num_receivers: int) -> Ticket | None:
+        return await self._actors.execute_rank_zero_async(ActorWorker.invite, version, num_receivers)
 
-    def send(self, version: int) -> Callable[[], Ticket]:
-        sending = self._actors.execute_all_async(ActorWorker.send, version, self._dtype)
+    async def send(self, version: int) -> Ticket:
+        ticket = (await self._actors.execute_all_async(ActorWorker.send, version, self._dtype))[0]
+        assert ticket is not None, "rank 0 sends"
+        return ticket
 
-        def sent() -> Ticket:
-            ticket = sending.result()[0]
-            assert ticket is not None, "rank 0 sends"
-            return ticket
-
-        return sent
-
-    def log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        return self._actors.execute_all(ActorWorker.log_probs, sequences)[0]
+    async def log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        return (await self._actors.execute_all_async(ActorWorker.log_probs, sequences))[0]
 
 
-def _served(stack: ExitStack, config: Config, controller: Controller, engine: EngineSettings) -> EngineSettings:
-    """With a router in front of several servers; the run's folder is where they may find new weights."""
+def _with_router(
+    stack: AsyncExitStack, config: Config, controller: Controller, engine: EngineSettings
+) -> EngineSettings:
+    """Put a router in front of several servers; the run's folder is where they may find new weights."""
     if config.rollout.engine != "openai":
         return engine
     more: dict[str, Any] = {"exchange_dir": str(Path(config.trainer.run_dir).resolve())}
@@ -240,7 +244,7 @@ def _served(stack: ExitStack, config: Config, controller: Controller, engine: En
 
 
 def _num_spared(config: Config) -> int:
-    """Free places that a reward model is going to ask for."""
+    """Return how many free places a reward model is going to ask for."""
     model = config.reward.model
     if model is None or model.placement != "standalone":
         return 0

@@ -1,4 +1,4 @@
-"""Texts and chats to token ids and back, and how long they may be."""
+"""Texts and chats to token ids and back, and the longest input a model takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
-from practicum.rollout.serving.refusals import BadRequest
+from practicum.rollout.server.errors import BadRequest
 
 Ids = NDArray[np.int32]
 TOO_LONG = "context_length_exceeded"
@@ -26,7 +26,7 @@ class Limit:
 
     @classmethod
     def of(cls, model_config: Any, tokenizer: Any, *others: Limit) -> Limit:
-        """The smallest of those that are known."""
+        """Return the smallest of the limits that are known."""
         limits = list(others)
         positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
         if isinstance(positions, int) and positions > 0:
@@ -45,39 +45,39 @@ class Limit:
 
 
 class Encoder:
-    """Not for use from two threads at a time: a tokenizer is not made for it."""
+    """A tokenizer for requests. Not for use from two threads at a time: a tokenizer is not made for it."""
 
     def __init__(self, tokenizer: Any, vocab_size: int | None = None) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size or len(tokenizer)
-        self.spelled = lru_cache(maxsize=100_000)(self._spelled)
+        self.token_text = lru_cache(maxsize=100_000)(self._token_text)
 
     def text(self, text: str, *, add_special_tokens: bool = True) -> Ids:
-        """With the special tokens the tokenizer adds by itself."""
+        """Encode plain text, with the special tokens that the tokenizer adds by itself."""
         return self._ids(text, add_special_tokens=add_special_tokens)
 
     def chat(
         self,
-        turns: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
         *,
-        ready_for_answer: bool,
+        opens_turn: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Ids:
-        """By the tokenizer's chat template, which writes its own special tokens. Without one the contents are joined by
-        line breaks, and taken as plain text."""
+        """Encode messages by the tokenizer's chat template, which writes its own special tokens. Without one the
+        contents are joined by line breaks, and taken as plain text."""
         template = self._tokenizer.chat_template
         if tools and "tools" not in str(template):
             raise BadRequest("the model's chat template has no place for tools: leave them out.")
-        if any("tool_calls" in turn for turn in turns) and "tool_calls" not in str(template):
+        if any("tool_calls" in message for message in messages) and "tool_calls" not in str(template):
             raise BadRequest("the model's chat template has no place for tool_calls: leave them out of the messages.")
         if template is None:
-            return self.text("\n".join(str(turn["content"] or "") for turn in turns))
+            return self.text("\n".join(str(message["content"] or "") for message in messages))
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(turn) for turn in turns],
+                [dict(message) for message in messages],
                 tools=tools or None,
-                add_generation_prompt=ready_for_answer,
+                add_generation_prompt=opens_turn,
                 tokenize=False,
                 **(options or {}),
             )
@@ -86,7 +86,7 @@ class Encoder:
         return self._ids(text, add_special_tokens=False)
 
     def checked(self, token_ids: Sequence[int]) -> Ids:
-        """Token ids that came as such."""
+        """Return token ids that came as such, once they are known to be the model's."""
         wrong = next((token for token in token_ids if not 0 <= token < self._vocab_size), None)
         if wrong is not None:
             raise BadRequest(f"token id {wrong} is not one of this model's, which go from 0 to {self._vocab_size - 1}.")
@@ -97,7 +97,7 @@ class Encoder:
     def decode(
         self, token_ids: Sequence[int] | Ids, *, skip_special_tokens: bool, keeps: frozenset[int] = frozenset()
     ) -> str:
-        """`keeps` are special tokens that are not skipped."""
+        """Decode; `keeps` are special tokens that are not skipped."""
         if skip_special_tokens and keeps:
             skipped = frozenset(self._special.values()) - keeps
             token_ids = [token for token in token_ids if token not in skipped]
@@ -106,7 +106,7 @@ class Encoder:
         return text
 
     def special_ids(self, texts: Sequence[str]) -> frozenset[int]:
-        """Of these texts, those that are special tokens, which are not part of a text otherwise."""
+        """Return the ids of those texts that are special tokens, which otherwise are not part of a text."""
         return frozenset(self._special[text] for text in texts if text in self._special)
 
     @cached_property
@@ -114,8 +114,8 @@ class Encoder:
         added = self._tokenizer.added_tokens_decoder
         return {token.content: int(number) for number, token in added.items() if token.special}
 
-    def _spelled(self, token_id: int) -> str:
-        """One token by itself, special or not. Half a character is shown as a replacement character."""
+    def _token_text(self, token_id: int) -> str:
+        """Decode one token by itself, special or not. Half a character is shown as a replacement character."""
         return self.decode([token_id], skip_special_tokens=False)
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> Ids:

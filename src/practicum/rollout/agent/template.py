@@ -1,4 +1,4 @@
-"""The tokens between two turns of the model: what closes its turn, what others say, what opens its next turn.
+"""The chat template's tokens between two turns of the model: they close its turn, hold what others say, open its next.
 
     ... <assistant> what the model wrote <end> | <tool> result <end> <assistant> | what it writes next ...
                                                  `between`
@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from practicum.errors import ModelError
+from practicum.rollout.agent.interaction import ChatMessage
 
 _STAND_IN = "practicum-turn-of-the-model"
 _QUESTION = {"role": "user", "content": "?"}
@@ -25,18 +26,16 @@ _TURN = {"role": "assistant", "content": _STAND_IN}
 # Some templates take a tool's result only after a call, which they then write themselves after the stand-in.
 _CALL = {"type": "function", "id": "call00000", "function": {"name": "tool", "arguments": {}}}
 
-ChatMessage = Mapping[str, Any]
-
 
 class TurnTemplate:
-    """Of one tokenizer and one set of tools."""
+    """The chat template of one tokenizer, with one set of tools."""
 
     def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools] or None
 
     def between(self, written: Sequence[int] | NDArray[np.int32], said: Sequence[ChatMessage]) -> NDArray[np.int32]:
-        """The tokens from the end of what the model has written to where it goes on, with the messages in between."""
+        """Return the tokens from the end of what the model has written to where it goes on."""
         closing, ids = self._after_turn(said)
         # The model may have written the end of its turn itself, or a part of it.
         for overlap in range(min(len(closing), len(written)), 0, -1):
@@ -45,7 +44,7 @@ class TurnTemplate:
         return np.array(ids, np.int32)
 
     def in_text(self, said: Sequence[ChatMessage]) -> NDArray[np.int32]:
-        """The same for a prompt that is plain text: what is said stands on lines of its own."""
+        """Return the same for a prompt that is plain text: what is said stands on lines of its own."""
         text = "".join(f"\n{message['content']}" for message in said) + "\n"
         return np.array(self._ids(text), np.int32)
 
@@ -59,7 +58,7 @@ class TurnTemplate:
         return rendered
 
     def _after_turn(self, said: Sequence[ChatMessage]) -> tuple[list[int], list[int]]:
-        """The tokens that close the model's turn, and all tokens from there on, those included."""
+        """Return the tokens that close the model's turn, and all tokens from there on, those included."""
         try:
             whole = self.render([_QUESTION, _TURN, *said], opens_turn=True)
             before = self.render([_QUESTION, _TURN])
@@ -74,7 +73,7 @@ class TurnTemplate:
         return self._ids(closing), self._ids_after(head + stand_in, tail)
 
     def _after_call(self, said: Sequence[ChatMessage]) -> tuple[list[int], list[int]]:
-        """For a template that refuses a result without a call: what it adds to a turn with one."""
+        """Do the same for a template that refuses a result without a call: take what it adds to a turn with one."""
         called = {**_TURN, "tool_calls": [_CALL]}
         answered = [{**m, "tool_call_id": _CALL["id"]} if m["role"] == "tool" else m for m in said]
         try:
@@ -88,7 +87,7 @@ class TurnTemplate:
         return [], self._ids_after(before, whole[len(before) :])
 
     def _ids_after(self, head: str, tail: str) -> list[int]:
-        """Tokens of `tail` where it follows `head`: some tokenizers begin a text in a way of its own."""
+        """Return the tokens of `tail` after `head`: some tokenizers begin a text in a way of its own."""
         first, both = self._ids(head), self._ids(head + tail)
         return both[len(first) :] if both[: len(first)] == first else self._ids(tail)
 

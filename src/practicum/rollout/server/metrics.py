@@ -1,4 +1,4 @@
-"""What a server has done, in Prometheus' text format."""
+"""A server's figures, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 _BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
-class Meter:
+class Metrics:
     CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
     def __init__(self) -> None:
@@ -44,12 +44,12 @@ class Meter:
     def first_token(self, seconds: float) -> None:
         self._first.observe(seconds)
 
-    def tokens(self, num_read: int, num_written: int = 0) -> None:
+    def add_tokens(self, num_read: int, num_written: int = 0) -> None:
         self._read.inc(num_read)
         self._written.inc(num_written)
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """A figure that is looked up when asked for."""
+        """Add a figure that is looked up whenever it is asked for."""
         Gauge(f"practicum_server_{name}", text, registry=self._registry).set_function(value)
 
     def text(self) -> bytes:

@@ -1,52 +1,29 @@
-"""Calls of tools in the text of an answer while it comes: what is content, and what is a call.
+"""Calls of tools in the text of an answer while it comes: splits content from calls.
 
     text ─▶ held back while it may be part of a call ─▶ content, as soon as it cannot be
                                                     └▶ a call, when it is closed and well formed
 
-A call is told whole: until its end nobody knows whether it is one, and what is none stays content.
+A call is returned whole: until its end nobody knows whether it is one, and what is none stays content.
 """
 
 from __future__ import annotations
 
 import json
 import uuid
-from dataclasses import dataclass
-from typing import Any
 
-from practicum.rollout.agent.calls import HERMES_CLOSE, HERMES_OPEN, Call, hermes
+from practicum.rollout.agent.tools import HERMES_CLOSE, HERMES_OPEN, Call, hermes
+from practicum.rollout.schemas import CalledFunction, ToolCall
 
 TAGS = (HERMES_OPEN, HERMES_CLOSE)
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenCall:
-    """One of an answer's."""
-
-    number: int
-    id: str
-    name: str
-    arguments: str
-    """A JSON object, as text."""
-
-    def as_told(self, *, is_delta: bool) -> dict[str, Any]:
-        function = {"name": self.name, "arguments": self.arguments}
-        told = {"id": self.id, "type": "function", "function": function}
-        return {"index": self.number, **told} if is_delta else told
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    content: str
-    calls: tuple[WrittenCall, ...] = ()
-
-
-class CallReader:
-    """Of one answer. Content of all pieces joined is the text without its calls, and without the space around them
-    unless there are words on both sides. A text without calls stays as it is."""
+class CallParser:
+    """Parses one answer. The content of all parts joined is the text without its calls, and without the space around
+    them unless there are words on both sides. A text without calls stays as it is."""
 
     def __init__(self) -> None:
         self._held = ""  # may be the beginning of a call
-        self._space = ""  # is told if words follow
+        self._space = ""  # returned if words follow
         self._has_words = False
         self._num_calls = 0
 
@@ -54,11 +31,11 @@ class CallReader:
     def has_calls(self) -> bool:
         return self._num_calls > 0
 
-    def add(self, text: str, *, is_last: bool = False) -> Said:
-        """What is certain now, and was not told before; all of it, when this was the last of the text."""
+    def add(self, text: str, *, is_last: bool = False) -> tuple[str, list[ToolCall]]:
+        """Take more text; return the content and the calls that are certain now, or all that is left."""
         self._held += text
         content: list[str] = []
-        calls: list[WrittenCall] = []
+        calls: list[ToolCall] = []
         while (call := self._next_closed(content)) is not None:
             calls.append(call)
         if is_last:
@@ -67,10 +44,10 @@ class CallReader:
             if not self._num_calls:
                 content.append(self._space)
             self._space = ""
-        return Said("".join(content), tuple(calls))
+        return "".join(content), calls
 
-    def _next_closed(self, content: list[str]) -> WrittenCall | None:
-        """The next call, with the content before it; None when nothing else is closed."""
+    def _next_closed(self, content: list[str]) -> ToolCall | None:
+        """Return the next call, after appending the content before it; None when nothing else is closed."""
         while True:
             start = self._held.find(HERMES_OPEN)
             if start < 0:
@@ -83,14 +60,17 @@ class CallReader:
             end += len(HERMES_CLOSE)
             written, self._held = self._held[:end], self._held[end:]
             (found,) = hermes(written)
-            if isinstance(found, Call) and found.name is not None:
+            if isinstance(found, Call) and found.name:
                 self._num_calls += 1
-                arguments = json.dumps(found.arguments, ensure_ascii=False)
-                return WrittenCall(self._num_calls - 1, f"call_{uuid.uuid4().hex[:24]}", found.name, arguments)
+                return ToolCall(
+                    id=f"call_{uuid.uuid4().hex[:24]}",
+                    type="function",
+                    function=CalledFunction(name=found.name, arguments=json.dumps(found.arguments, ensure_ascii=False)),
+                )
             self._take(written, content)
 
     def _take(self, text: str, content: list[str]) -> None:
-        """As content, but for the space at its end, which may come before a call."""
+        """Append text as content, but for the space at its end, which may come before a call."""
         words = text.rstrip()
         space = text[len(words) :]
         if words:
@@ -102,6 +82,6 @@ class CallReader:
 
 
 def _num_doubtful(text: str) -> int:
-    """Characters at the end that may become the beginning of a call."""
+    """Return how many characters at the end may become the beginning of a call."""
     longest = min(len(HERMES_OPEN) - 1, len(text))
     return next((length for length in range(longest, 0, -1) if text.endswith(HERMES_OPEN[:length])), 0)

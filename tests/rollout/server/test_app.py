@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 
-from practicum.rollout.serving.server import ModelServer
-from tests.rollout.serving.fakes import WAIT_S, FakeClassifier, doubled
-from tests.rollout.serving.models import ask
+from tests.rollout.server.fakes import WAIT_S, FakeClassifier, Served, doubled
+from tests.rollout.server.models import ask
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., str]]:
-    servers: list[ModelServer] = []
+    servers: list[Served] = []
 
     def starting(fake: FakeClassifier, **settings: Any) -> str:
-        servers.append(ModelServer(fake.service(), host="127.0.0.1", **settings))
+        servers.append(Served(fake.service(), **settings))
         return servers[-1].url
 
     yield starting

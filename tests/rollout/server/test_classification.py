@@ -12,7 +12,7 @@ import torch
 from practicum.rollout.serving.classifier import Classifier
 from practicum.rollout.serving.classify import ClassifyService
 from practicum.rollout.serving.server import ModelServer
-from tests.rollout.serving.models import ask
+from tests.rollout.server.models import ask
 
 CHAT = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
 

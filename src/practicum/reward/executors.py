@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -121,6 +121,8 @@ class ProcessExecutor:
         self._index = index
         self._timeout_s = timeout_s
         self._limits = limits
+        # As many as there is room for and as many again ask for a permit, so that the next ones already wait for it.
+        self._window = asyncio.Semaphore(2 * pool.num_at_once)
         self._takes_list = takes_list
         self._gathered: list[tuple[Sample, asyncio.Future[Graded]]] = []
         self._under_way: set[asyncio.Task[None]] = set()
@@ -136,19 +138,26 @@ class ProcessExecutor:
         return await graded
 
     async def _run(self, job: Sample | list[Sample], samples: list[Sample]) -> list[Graded]:
-        permit = None if self._limits is None else self._limits.permit(sum(sample.num_tokens for sample in samples))
+        asked_at = begun_at = time.monotonic()
         try:
-            result = await self._pool.run((self._index, job), self._timeout_s, permit)
+            async with AsyncExitStack() as limited:
+                if self._limits is not None:
+                    await limited.enter_async_context(self._window)
+                    tokens = sum(sample.num_tokens for sample in samples)
+                    await limited.enter_async_context(self._limits.permit(tokens))
+                    begun_at = time.monotonic()
+                result = await self._pool.run((self._index, job), self._timeout_s)
         except JobFailed as failure:
             if len(samples) > 1:
                 alone = await asyncio.gather(*(self._run([sample], [sample]) for sample in samples))
                 return [graded for (graded,) in alone]
             score = Score.failed(_STATUS[failure.kind], failure.reason)
-            return [Graded(score, failure.waited_s, failure.ran_s)]
+            return [Graded(score, begun_at - asked_at + failure.waited_s, failure.ran_s)]
         except ConnectionError as error:  # of the limits
             return [Graded(Score.failed("infra_error", str(error)))] * len(samples)
         scores = result.value if isinstance(job, list) else [result.value]
-        return [Graded(score, result.waited_s, result.ran_s / len(samples)) for score in scores]
+        waited_s = begun_at - asked_at + result.waited_s
+        return [Graded(score, waited_s, result.ran_s / len(samples)) for score in scores]
 
     def _grade_gathered(self) -> None:
         gathered, self._gathered = self._gathered, []

@@ -1,16 +1,27 @@
-"""One copy of a reward model in a process of the pool: the model on its device, and the server in front of it."""
+"""One copy of a reward model in a process of the pool: the model on its device, the server in front of it, and what the
+manager holds of it."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
+from typing import Self
 
+import aiohttp
 import psutil
 import torch
 
 from practicum.config import RewardModelConfig
-from practicum.controller import Worker
+from practicum.controller import (
+    LocalWorkerGroup,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    Worker,
+    WorkerGroup,
+)
 from practicum.controller.host import host_address
-from practicum.errors import ResourceError
+from practicum.errors import ResourceError, WorkerError
 from practicum.models import (
     DTYPES,
     count_weights,
@@ -26,12 +37,14 @@ from practicum.rollout.serving.texts import Limit
 from practicum.rollout.sleeping import gigabytes, total_bytes
 
 _MOST_ANSWERS = 512  # that a judge writes at a time; max_batch_tokens is the narrower limit
+# A replica answers this even in the middle of a forward pass: one that does not is gone or hangs.
+_HEALTH_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMemory:
-    """In bytes. `device_allocated` is what tensors hold, `device_reserved` what the process keeps of the GPU; None
-    without one. `weights` is the size of the model, awake or not."""
+    """Bytes. `device_allocated` is what tensors hold, `device_reserved` what the process keeps of the GPU; None without
+    one. `weights` is the size of the model, awake or not."""
 
     device_allocated: int | None
     device_reserved: int | None
@@ -91,7 +104,7 @@ class RewardModelReplica(Worker):
 
 
 def check_room(config: RewardModelConfig, device: torch.device, on_node: int) -> None:
-    """A `ResourceError` when the weights alone are more than the device has, whoever else uses it."""
+    """Raise ResourceError when the weights alone are more than the device has, whoever else uses it."""
     is_classifier = config.kind == "classifier"
     model_config = load_classifier_config(config.path) if is_classifier else load_config(config.path)
     num, size = count_weights(model_config, classifier=is_classifier), DTYPES[config.dtype].itemsize
@@ -107,7 +120,7 @@ def check_room(config: RewardModelConfig, device: torch.device, on_node: int) ->
 
 
 def _service_of(config: RewardModelConfig, device: str) -> Service:
-    """Any name of the model will do: there is only the one."""
+    """Make what answers requests. Any name of the model will do: there is only the one."""
     path, dtype, most = config.path, config.dtype, config.max_batch_tokens
     if config.kind == "classifier":
         return classify_service(path, device=device, dtype=dtype, max_batch_tokens=most)
@@ -115,3 +128,80 @@ def _service_of(config: RewardModelConfig, device: str) -> Service:
         EngineSettings("hf", path, device=device, dtype=dtype, max_batch=_MOST_ANSWERS, max_batch_tokens=most),
         limits=[Limit(most, "max_batch_tokens of the reward model")],
     )
+
+
+class PlacedReplica:
+    """A replica as its manager holds it: a group of one, its address, and what is wrong with it.
+
+    It can be started again alone, in a pool of one place or in this process.
+    """
+
+    def __init__(self, number: int, group: WorkerGroup[RewardModelReplica]) -> None:
+        self.number = number
+        self.url: str | None = None  # None: ended, and to be started again
+        self.problem = ""  # why it does not serve
+        self._group = group
+
+    @classmethod
+    async def start(
+        cls,
+        number: int,
+        place: RayResourcePool | None,
+        packed: RayClassWithInitArgs[RewardModelReplica],
+        timeout_s: float,
+    ) -> Self:
+        name = f"reward-model-{number}"
+
+        def open_group() -> WorkerGroup[RewardModelReplica]:
+            if place is None:
+                return LocalWorkerGroup(packed, name=name, timeout_s=timeout_s)
+            return RayWorkerGroup(place, packed, name=name, start_timeout_s=timeout_s, timeout_s=timeout_s)
+
+        replica = cls(number, await asyncio.to_thread(open_group))
+        await replica._find_address()
+        return replica
+
+    async def is_well(self) -> bool:
+        """Return whether somebody answers at its address, within seconds."""
+        if self.url is None:
+            return False
+        timeout = aiohttp.ClientTimeout(total=_HEALTH_S)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout, trust_env=False) as session,
+                session.get(f"{self.url}/health") as reply,
+            ):
+                return reply.status == 200
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+
+    async def sleep(self) -> None:
+        await self._group.execute_all_async(RewardModelReplica.sleep)
+
+    async def wake_up(self) -> None:
+        await self._group.execute_all_async(RewardModelReplica.wake_up)
+
+    async def memory(self) -> ReplicaMemory | None:
+        """Return what it holds; None when it is not there."""
+        try:
+            return await self._group.execute_rank_zero_async(RewardModelReplica.memory)
+        except WorkerError:
+            return None
+
+    async def restart(self) -> str:
+        """Start it again. Return its new address."""
+        self.url = None
+        await asyncio.to_thread(self._group.restart)
+        return await self._find_address()
+
+    async def end(self) -> None:
+        self.url = None
+        await asyncio.to_thread(self._group.shutdown)
+
+    async def _find_address(self) -> str:
+        try:
+            self.url = await self._group.execute_rank_zero_async(RewardModelReplica.address)
+        except BaseException:
+            await self.end()
+            raise
+        return self.url

@@ -6,21 +6,18 @@ from typing import Any
 
 from aiohttp import web
 
-from practicum import Sample
-from practicum.config import LimitsConfig, RewardConfig
-from practicum.processes import ProcessPool
-from practicum.processes.work import Limits
-from practicum.reward.cache import ScoreCache
+from practicum.config import LimitsConfig
+from practicum.processes import Limits, ProcessPool
 from practicum.reward.client import RewardClient
-from practicum.reward.desks import Cached, Graded, IsolatedWork, ListDesk, ProcessDesk, RemoteDesk, RuleDesk
+from practicum.reward.executors import HttpExecutor, InlineExecutor, IsolatedWork, ProcessExecutor
 from practicum.reward.graders.endpoint import Endpoint
+from practicum.reward.graders.exact import Exact
 from practicum.reward.graders.function import UserFunction
 from practicum.reward.graders.probe import probe_function
 from practicum.reward.limits import LimitClient, LimitKeeper
-from practicum.reward.rubric import Rubric
 from practicum.types import Score
+from tests.reward.builders import function, samples_of, target
 from tests.reward.fakes import FakeService, run
-from tests.reward.halls import function, samples_of, target
 
 
 async def pool_for(name: str, size: int = 2) -> ProcessPool:
@@ -33,24 +30,14 @@ async def pool_for(name: str, size: int = 2) -> ProcessPool:
     return pool
 
 
-class Scripted:
-    """A desk that gives the scores it was told to."""
-
-    def __init__(self, *scores: Score) -> None:
-        self.scores = list(scores)
-
-    async def grade(self, sample: Sample) -> Graded:
-        return Graded(self.scores.pop(0), ran_s=1.0)
-
-
 def test_a_rule_that_raises_is_invalid() -> None:
-    (term,) = Rubric.make(RewardConfig(grader="exact")).default
+    executor = InlineExecutor(Exact())
 
     async def test() -> None:
         good, bad = samples_of("4", "4", truth="4")
-        object.__setattr__(bad, "text", None)  # whatever a grader does not expect
-        assert (await RuleDesk(term).grade(good)).score == Score(1.0)
-        score = (await RuleDesk(term).grade(bad)).score
+        bad.text = None  # type: ignore[assignment]  # whatever a grader does not expect
+        assert (await executor.grade(good)).score == Score(1.0)
+        score = (await executor.grade(bad)).score
         assert score.status == "invalid" and score.reason.startswith("raised ")
 
     run(test)
@@ -59,9 +46,9 @@ def test_a_rule_that_raises_is_invalid() -> None:
 def test_what_becomes_of_a_job_is_a_status() -> None:
     async def test() -> None:
         pool = await pool_for("misbehaves")
-        desk = ProcessDesk(pool, 0, 1.0, None)
+        executor = ProcessExecutor(pool, 0, 1.0, None)
         texts = ["fine", "raise", "exit", "segfault", "hang", "die", "allocate"]
-        graded = await asyncio.gather(*(desk.grade(sample) for sample in samples_of(*texts)))
+        graded = await asyncio.gather(*(executor.grade(sample) for sample in samples_of(*texts)))
         assert [one.score.status for one in graded] == [
             "ok",
             "invalid",
@@ -73,7 +60,7 @@ def test_what_becomes_of_a_job_is_a_status() -> None:
         ]
         assert all(one.score.reason for one in graded[1:])
         await pool.close()
-        assert (await desk.grade(samples_of("fine")[0])).score.status == "infra_error"
+        assert (await executor.grade(samples_of("fine")[0])).score.status == "infra_error"
 
     run(test)
 
@@ -81,11 +68,11 @@ def test_what_becomes_of_a_job_is_a_status() -> None:
 def test_samples_that_come_together_are_one_list() -> None:
     async def test() -> None:
         pool = await pool_for("how_many_at_once")
-        desk = ListDesk(pool, 0, 5.0, None)
-        first = await asyncio.gather(*(desk.grade(sample) for sample in samples_of(*"abcde")))
-        second = await asyncio.gather(*(desk.grade(sample) for sample in samples_of(*"ab")))
+        executor = ProcessExecutor(pool, 0, 5.0, None, takes_list=True)
+        first = await asyncio.gather(*(executor.grade(sample) for sample in samples_of(*"abcde")))
+        second = await asyncio.gather(*(executor.grade(sample) for sample in samples_of(*"ab")))
         assert [one.score.value for one in (*first, *second)] == [5.0] * 5 + [2.0] * 2
-        many = await asyncio.gather(*(desk.grade(sample) for sample in samples_of(*"x" * 100)))
+        many = await asyncio.gather(*(executor.grade(sample) for sample in samples_of(*"x" * 100)))
         assert max(one.score.value or 0.0 for one in many) == 32.0  # so that all processes have something to do
         await pool.close()
 
@@ -96,8 +83,8 @@ def test_one_sample_of_a_list_that_cannot_be_graded_costs_the_others_nothing() -
     async def test() -> None:
         for name, status in (("raises_on_one_of_many", "invalid"), ("hangs_on_one_of_many", "timeout")):
             pool = await pool_for(name)
-            desk = ListDesk(pool, 0, 0.5, None)
-            graded = await asyncio.gather(*(desk.grade(sample) for sample in samples_of(*"0123")))
+            executor = ProcessExecutor(pool, 0, 0.5, None, takes_list=True)
+            graded = await asyncio.gather(*(executor.grade(sample) for sample in samples_of(*"0123")))
             assert [one.score.status for one in graded] == ["ok", status, "ok", "ok"]
             await pool.close()
 
@@ -107,12 +94,12 @@ def test_one_sample_of_a_list_that_cannot_be_graded_costs_the_others_nothing() -
 def test_a_list_goes_on_until_nobody_waits_for_any_of_it() -> None:
     async def test() -> None:
         pool = await pool_for("how_many_at_once")
-        desk = ListDesk(pool, 0, 5.0, None)
-        one, two = (asyncio.create_task(desk.grade(sample)) for sample in samples_of("a", "b"))
+        executor = ProcessExecutor(pool, 0, 5.0, None, takes_list=True)
+        one, two = (asyncio.create_task(executor.grade(sample)) for sample in samples_of("a", "b"))
         await asyncio.sleep(0)
         one.cancel()
         assert (await two).score.value == 2.0
-        both = [asyncio.create_task(desk.grade(sample)) for sample in samples_of("a", "b")]
+        both = [asyncio.create_task(executor.grade(sample)) for sample in samples_of("a", "b")]
         for _ in range(3):
             await asyncio.sleep(0)
         for task in both:
@@ -129,15 +116,15 @@ def test_limits_hold_for_functions_and_a_lost_keeper_is_an_infra_error(tmp_path:
     async def test() -> None:
         pool = await pool_for("records_overlap", size=6)
         file = tmp_path / "overlap"
-        with LimitKeeper(LimitsConfig(concurrency=2)) as keeper:
+        async with LimitKeeper(LimitsConfig(concurrency=2)) as keeper:
             limits = await LimitClient.connect(keeper.address)
-            desk = ProcessDesk(pool, 0, 5.0, limits)
+            executor = ProcessExecutor(pool, 0, 5.0, limits)
             samples = samples_of(*"x" * 12, file=str(file))
-            graded = await asyncio.gather(*(desk.grade(sample) for sample in samples))
+            graded = await asyncio.gather(*(executor.grade(sample) for sample in samples))
             assert {one.score.status for one in graded} == {"ok"}
             assert graded[-1].waited_s > graded[0].waited_s
         assert most_at_a_time(file) == 2
-        assert (await desk.grade(samples[0])).score.status == "infra_error"
+        assert (await executor.grade(samples[0])).score.status == "infra_error"
         await pool.close()
 
     run(test)
@@ -157,8 +144,8 @@ def test_no_more_questions_are_out_than_the_window_holds_and_waiting_is_not_held
     async def test() -> None:
         grader = Endpoint(urls=("http://grader",))
         client = RewardClient({grader.target: target(service.url)})
-        desk = RemoteDesk(grader, client, 0.5, 3, None)
-        graded = await asyncio.gather(*(desk.grade(sample) for sample in samples_of(*"x" * 30)))
+        executor = HttpExecutor(grader, client, 0.5, 3, None)
+        graded = await asyncio.gather(*(executor.grade(sample) for sample in samples_of(*"x" * 30)))
         assert [one.score.value for one in graded] == [1.0] * 30  # a second in all, half a second each
         assert graded[-1].waited_s > 0.5 > graded[-1].ran_s
         await client.close()
@@ -171,29 +158,14 @@ def test_no_more_questions_are_out_than_the_window_holds_and_waiting_is_not_held
 def test_tokens_are_counted_as_the_server_says() -> None:
     async def test() -> None:
         grader = Endpoint(urls=("http://grader",))
-        with LimitKeeper(LimitsConfig(tokens_per_minute=20)) as keeper:
+        async with LimitKeeper(LimitsConfig(tokens_per_minute=20)) as keeper:
             limits = await LimitClient.connect(keeper.address)
             client = RewardClient({grader.target: target(service.url)})
-            desk = RemoteDesk(grader, client, 5.0, 8, limits)
+            executor = HttpExecutor(grader, client, 5.0, 8, limits)
             for sample in samples_of(*"x" * 6):  # five tokens each, of which the server uses one
-                assert (await desk.grade(sample)).score.value == 1.0
+                assert (await executor.grade(sample)).score.value == 1.0
             await client.close()
             limits.close()
 
     with FakeService({"score": 1, "usage": {"total_tokens": 1}}) as service:
         run(test)
-
-
-def test_scores_are_kept_and_failures_are_not(tmp_path: Path) -> None:
-    async def test() -> None:
-        cache = ScoreCache(tmp_path)
-        (sample,) = samples_of("4")
-        desk = Cached(Scripted(Score.failed("timeout", "late"), Score(0.5)), cache, "scripted")
-        assert (await desk.grade(sample)).score.status == "timeout"
-        first, again = await desk.grade(sample), await desk.grade(sample)
-        assert (first.score, first.cache_hits) == (Score(0.5), 0)
-        assert (again.score, again.cache_hits) == (Score(0.5), 1)
-        other = Cached(Scripted(Score(0.7)), cache, "another")
-        assert (await other.grade(sample)).score == Score(0.7)
-
-    run(test)

@@ -1,17 +1,13 @@
-"""What comes out of a round of grading."""
+"""How far grading is, and what came of it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from practicum.reward.desks import Graded
-from practicum.types import SCORE_STATUSES, Sample, Score
+from practicum.reward.executors import Graded
+from practicum.types import SCORE_STATUSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +27,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class GradingReport:
+    """What a round took, and how many samples could not be graded."""
+
     num_samples: int
     seconds: float
     """From the first sample to the last score."""
@@ -72,53 +70,3 @@ class GradingReport:
             **({"time/reward_worker_restarts": float(self.num_restarts)} if self.num_restarts else {}),
             **({"time/reward_cache_hits": float(self.num_cache_hits)} if self.num_cache_hits else {}),
         }
-
-
-@dataclass(frozen=True, slots=True)
-class GradedBatch:
-    """Scores in the order of the samples."""
-
-    scores: list[Score]
-    kept: list[bool]
-    """Whether a sample is learnt from: it has a value, and its group was not dropped."""
-    token_rewards: list[NDArray[np.float32] | None]
-    """[answer] each: the value at the last token that the model wrote, 0 elsewhere. None where there is no value."""
-    report: GradingReport
-
-    @classmethod
-    def of(
-        cls,
-        samples: Sequence[Sample],
-        graded: Sequence[Graded],
-        report: GradingReport,
-        groups: Sequence[int] | None,
-        on_failure: Literal["mask", "drop_group"],
-    ) -> GradedBatch:
-        """`groups` says which samples answer the same prompt; None goes by the prompts themselves."""
-        scores = [one.score for one in graded]
-        members = [sample.prompt.id for sample in samples] if groups is None else list(groups)
-        spoilt = {member for member, score in zip(members, scores, strict=True) if score.value is None}
-        if on_failure == "drop_group":
-            kept = [member not in spoilt for member in members]
-        else:
-            kept = [score.value is not None for score in scores]
-        rewards = [_token_rewards(sample, score) for sample, score in zip(samples, scores, strict=True)]
-        return cls(scores, kept, rewards, report)
-
-    def in_places(self, places: Sequence[int]) -> GradedBatch:
-        """The same in another order: the first sample comes to the first of `places`, and so on."""
-        at = np.argsort(places).tolist()
-        rewards = [self.token_rewards[i] for i in at]
-        return GradedBatch([self.scores[i] for i in at], [self.kept[i] for i in at], rewards, self.report)
-
-
-def _token_rewards(sample: Sample, score: Score) -> NDArray[np.float32] | None:
-    if score.value is None:
-        return None
-    rewards = np.zeros(len(sample.token_ids), np.float32)
-    last = -1
-    if not sample.loss_mask[-1]:
-        written = np.flatnonzero(sample.loss_mask)
-        last = int(written[-1]) if len(written) else -1
-    rewards[last] = score.value
-    return rewards

@@ -48,6 +48,26 @@ def plain_path(path: str) -> str:
     return plain_path(base_of(path)) if holds_adapters(path) else path
 
 
+FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
+"""The model families that the CUDA kernels of engine and trainer compute: each is tested."""
+_HEAD_WIDTHS = (16, 32, 64, 128, 256)
+_FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # that depend on nothing but the position
+
+
+def unfused_reason(config: Any) -> str:
+    """Return why the CUDA kernels cannot compute the layers of a model with this config; empty if they can."""
+    config = config.get_text_config()
+    if config.model_type not in FUSED_FAMILIES:
+        return f"the family {config.model_type!r} is not one of {', '.join(FUSED_FAMILIES)}"
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if width not in _HEAD_WIDTHS:
+        return f"its heads have {width} numbers, not {', '.join(map(str, _HEAD_WIDTHS[:-1]))} or {_HEAD_WIDTHS[-1]}"
+    rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rotation not in _FIXED_ROTATIONS:
+        return f"its positions are rotated in the way {rotation!r}"
+    return "" if config.hidden_act == "silu" else f"its MLPs use {config.hidden_act!r}"
+
+
 def load_any_config(path: str) -> Any:
     """Return the transformers config of a model of any kind."""
     from transformers import AutoConfig

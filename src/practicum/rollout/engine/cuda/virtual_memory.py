@@ -1,4 +1,4 @@
-"""Device memory whose addresses stay while the memory itself goes and comes: what CUDA graphs recorded stays valid."""
+"""Device memory that is given back and taken again behind addresses that stay, so that CUDA graphs stay valid."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor
 from practicum.errors import ResourceError
 from practicum.rollout.sleeping import free_bytes, gigabytes
 
-_PINNED, _DEVICE, _READ_WRITE = 1, 1, 3  # of cuda.h
-_OUT_OF_MEMORY = 2
+_PINNED, _DEVICE, _READ_WRITE, _OUT_OF_MEMORY = 1, 1, 3, 2  # of cuda.h
 
 
 class _Location(ctypes.Structure):
@@ -33,8 +32,8 @@ class _Access(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
-class Arena:
-    """So many bytes of one device. There is memory behind them between `map` and `unmap`; what it held is then gone."""
+class VirtualMemory:
+    """A range of addresses of one device. It has memory between `map` and `unmap`, which forgets what it held."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         torch.cuda.synchronize(device)  # there must be a context
@@ -60,20 +59,22 @@ class Arena:
         return self._handle is not None
 
     def map(self, num_bytes: int | None = None) -> None:
-        """Memory for the first so many bytes, or all. Does nothing when there is some; a `ResourceError` when there is
-        not enough."""
+        """Take memory for the first `num_bytes`, or for all; do nothing where some is mapped.
+
+        Raises `ResourceError` where the device has not enough.
+        """
         if self._handle is not None:
             return
         wanted = self.num_bytes if num_bytes is None else -(-num_bytes // self._step) * self._step
         try:
-            self._handle, self.num_mapped = self._backed(wanted), wanted
+            self._handle, self.num_mapped = self._mapped(wanted), wanted
         except MemoryError:
             raise ResourceError(
                 f"{gigabytes(wanted)} of {self._device} are wanted, and {gigabytes(free_bytes(self._device))} are free."
             ) from None
 
-    def _backed(self, num_bytes: int) -> ctypes.c_uint64:
-        """The handle of so much memory behind the first addresses. `MemoryError` where there is not as much."""
+    def _mapped(self, num_bytes: int) -> ctypes.c_uint64:
+        """Return the handle of memory mapped to the first addresses. Raises `MemoryError` where there is not enough."""
         handle, size = ctypes.c_uint64(), ctypes.c_size_t(num_bytes)
         arguments = ctypes.byref(handle), size, ctypes.byref(self._properties), ctypes.c_uint64(0)
         try:
@@ -96,7 +97,7 @@ class Arena:
         return handle
 
     def unmap(self) -> None:
-        """Give the memory back. Does nothing when there is none."""
+        """Give the memory back; do nothing where none is mapped."""
         if self._handle is None:
             return
         torch.cuda.synchronize(self._device)
@@ -106,20 +107,20 @@ class Arena:
         _call("cuMemRelease", handle)
 
     def close(self) -> None:
-        """Give the addresses back too. No tensor of it may be used again."""
+        """Give the addresses back too. No tensor on them may be used again."""
         self.unmap()
         if self._address:
             _call("cuMemAddressFree", ctypes.c_uint64(self._address), ctypes.c_size_t(self.num_bytes))
             self._address = 0
 
     def tensor(self) -> Tensor:
-        """All of it, as bytes. Only while there is memory may it be asked for, or used."""
-        assert self.is_mapped, "an arena without memory"
+        """Return the whole range as bytes. It may be asked for, and used, only while memory is mapped."""
+        assert self.is_mapped, "addresses without memory"
         return torch.as_tensor(_Bytes(self._address, self.num_bytes), device=self._device)
 
 
 class _Bytes:
-    """As torch takes memory that is not its own."""
+    """Memory that torch has not allocated, as torch takes it."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

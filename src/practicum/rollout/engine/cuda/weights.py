@@ -1,4 +1,4 @@
-"""The engine's own weights on a device: at addresses that stay, those of one input side by side."""
+"""The engine's own weights on a device: at addresses that stay, projections of one input adjacent."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from practicum.rollout.cuda.arena import Arena
+from practicum.rollout.engine.cuda.virtual_memory import VirtualMemory
 from practicum.rollout.sleeping import PinnedBytes
 from practicum.weights import WeightUpdate
 
 _ALIGNMENT = 256
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_ADJACENT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-class ArenaWeights:
-    """Parameters of a model. Asleep they are in pinned host memory, written there once after each change.
+class DeviceWeights:
+    """The parameters of a model. Asleep they are in pinned host memory, copied there once after each change.
 
     Buffers are small and stay on the device.
     """
@@ -32,62 +32,62 @@ class ArenaWeights:
                 size += parameter.nbytes
             size = -(-size // _ALIGNMENT) * _ALIGNMENT
         self.num_bytes = size
-        self._arena: Arena | None = None
+        self._memory: VirtualMemory | None = None
         self._kept: PinnedBytes | None = None
-        self._is_kept = False  # what is in host memory is what they are
+        self._is_kept = False  # host memory holds the current values
         self.is_filled = False
 
     def map(self) -> None:
-        """Have memory for them. Their values come by `fill`, or from whoever writes all of them."""
-        if self._arena is not None:
-            self._arena.map()
+        """Take memory for the parameters. `fill`, or an update of all of them, then writes their values."""
+        if self._memory is not None:
+            self._memory.map()
             return
-        arena = Arena(self.num_bytes, self._device)
+        memory = VirtualMemory(self.num_bytes, self._device)
         try:
-            arena.map()
+            memory.map()
         except BaseException:
-            arena.close()
+            memory.close()
             raise
-        block = arena.tensor()
+        block = memory.tensor()
         for parameter, start in self._spans:
             own = block[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
             own.copy_(parameter.detach())
             parameter.data = own
         self._model.to(self._device)  # buffers; parameters are there
-        self._arena, self.is_filled = arena, True
+        self._memory, self.is_filled = memory, True
 
     def fill(self) -> None:
-        """As they were. Does nothing when they are there."""
+        """Write the values of before the sleep; do nothing where they are there."""
         if not self.is_filled:
-            assert self._kept is not None and self._arena is not None
-            self._kept.fill(self._arena.tensor())
+            assert self._kept is not None and self._memory is not None
+            self._kept.fill(self._memory.tensor())
             self.is_filled = True
 
     def changed(self) -> None:
-        """They have been written."""
+        """Note that the values on the device are new."""
         self._is_kept, self.is_filled = False, True
 
     def sleep(self) -> None:
-        if self._arena is None or not self._arena.is_mapped:
+        if self._memory is None or not self._memory.is_mapped:
             return
         if self.is_filled and not self._is_kept:
             self._kept = self._kept or PinnedBytes(self.num_bytes)
-            self._kept.write(0, self._arena.tensor()[: self.num_bytes])
+            self._kept.write(0, self._memory.tensor()[: self.num_bytes])
             self._is_kept = True
         self.is_filled = False
-        self._arena.unmap()
+        self._memory.unmap()
 
     def close(self) -> None:
-        if self._arena is not None:
-            self._arena.close()
+        if self._memory is not None:
+            self._memory.close()
 
 
 def _groups(model: Any) -> list[list[nn.Parameter]]:
-    """Each parameter once; in a group those that lie side by side."""
+    """Return each parameter once, those that become adjacent in one group."""
     left = {id(parameter): parameter for parameter in model.parameters()}
     groups: list[list[nn.Parameter]] = []
     for module in model.modules():
-        for names in _TOGETHER:
+        for names in _ADJACENT:
             linears = [getattr(module, name, None) for name in names]
             if not all(isinstance(one, nn.Linear) for one in linears):
                 continue
@@ -99,7 +99,7 @@ def _groups(model: Any) -> list[list[nn.Parameter]]:
 
 
 def copy_weights(model: Any, update: WeightUpdate) -> None:
-    """Values for parameters, by their names."""
+    """Copy an update into the parameters, by their names."""
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     for name, tensor in update.tensors:
         parameters.pop(name).data.copy_(tensor)

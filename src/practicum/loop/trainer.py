@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -77,7 +77,7 @@ class Trainer:
         """Run the training, one report a step. Leaving the loop early ends all processes."""
         return iterate(self._steps())
 
-    async def _steps(self) -> AsyncIterator[StepReport]:
+    async def _steps(self) -> AsyncGenerator[StepReport, None]:
         async with AsyncExitStack() as stack:
             folder = RunFolder(self.config)
             stack.callback(folder.close)

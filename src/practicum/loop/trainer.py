@@ -33,7 +33,8 @@ from practicum.loop.trackers import check_trackers, open_trackers
 from practicum.loop.validation import check_keep_best, validation_metrics
 from practicum.models import absolute, encode_prompts, load_config, load_tokenizer, vocabulary_conflicts
 from practicum.replay import Recording
-from practicum.reward import Progress, check_reward, open_reward_centre
+from practicum.reward.centre import check_reward, open_reward_centre
+from practicum.reward.report import Progress
 from practicum.rollout.agent.tools import describe_tools
 from practicum.types import Trajectory
 

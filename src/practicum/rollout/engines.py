@@ -112,7 +112,7 @@ def _hf(settings: EngineSettings) -> BaseRollout:
 
 
 def _vllm(settings: EngineSettings) -> BaseRollout:
-    from practicum.rollout.remote.vllm import VllmRollout
+    from practicum.rollout.vllm.engine import VllmRollout
 
     return VllmRollout(
         settings.model_path,
@@ -133,7 +133,7 @@ def _vllm(settings: EngineSettings) -> BaseRollout:
 
 
 def _openai(settings: EngineSettings) -> BaseRollout:
-    from practicum.rollout.remote.openai import OpenAIRollout
+    from practicum.rollout.openai import OpenAIRollout
 
     return OpenAIRollout(
         settings.openai.servers,

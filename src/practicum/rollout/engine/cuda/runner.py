@@ -63,14 +63,11 @@ class CudaRunner(ModelRunner):
         keep_routes: bool = False,
         stays_loaded: bool = False,
     ) -> None:
-        current = torch.cuda.current_device()
-        if device.index not in (None, current):
+        if device.index not in (None, torch.cuda.current_device()):
             raise RolloutError(f"{device} is not the device of this process: choose it by CUDA_VISIBLE_DEVICES.")
-        # The engine's thread has a current device of its own, so this one has an index.
         super().__init__(
-            path, device=torch.device("cuda", current), dtype=dtype, max_batch=max_batch, cache_gb=cache_gb,
-            keep_routes=keep_routes,
-        )  # fmt: skip
+            path, device=device, dtype=dtype, max_batch=max_batch, cache_gb=cache_gb, keep_routes=keep_routes
+        )
         self._max_batch = max_batch
         self._cache_gb = cache_gb
         self._stays_loaded = stays_loaded
@@ -87,7 +84,6 @@ class CudaRunner(ModelRunner):
     def wake(self) -> None:
         if self._is_awake:
             return
-        self._enter_thread()
         try:
             self._weights.map()
             if self._cache is None:
@@ -109,7 +105,6 @@ class CudaRunner(ModelRunner):
             give_back_memory(self.device)
 
     def load_weights(self, update: WeightUpdate) -> None:
-        self._enter_thread()
         self._weights.map()
         if not update.is_whole:
             self._weights.fill()
@@ -141,11 +136,6 @@ class CudaRunner(ModelRunner):
     def held_bytes(self) -> int:
         """The memory of the device that weights and cache take while it is awake."""
         return self._weights.num_bytes + (self._cache.num_mapped if self._cache is not None else 0)
-
-    def _enter_thread(self) -> None:
-        """Make the device that of the calling thread, with its context."""
-        torch.cuda.set_device(self.device)
-        torch.cuda.synchronize(self.device)
 
     def _room(self) -> int:
         """Return the bytes for the cache: what was asked for, as far as it is there, or a share of what is free."""

@@ -9,7 +9,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from practicum.rollout.sleeping import SleepingWeights
 
 from practicum.errors import ModelError, ResourceError
 from practicum.models import load_classifier, load_model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,12 @@ from practicum.replay import RouteRecorder
 from practicum.rollout.engines import EngineSettings, make_engine
 from practicum.rollout.hf import HFRollout
 from practicum.rollout.native import NativeRollout
-from practicum.types import Prompt, PromptGroup, RoutedExperts, Sample, SamplingParams
+from practicum.types import Prompt, PromptGroup, RoutedExperts, SamplingParams
 from practicum.weights import WeightUpdate
-from tests.rollout.contract import CLOSE, EngineContract, full_forward
+from tests.rollout.contract import CLOSE, EngineContract, full_forward, run, tokens_of, written
 from tests.rollout.engine.cuda.device import DEVICE, HAS_CUDA, HAS_KERNELS, emulate_cuda
 from tests.rollout.families import save_family
+from tests.rollout.test_native import odd_groups
 
 if not HAS_KERNELS:
     pytest.skip("no CUDA device, or no Triton", allow_module_level=True)
@@ -45,16 +45,8 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> None:
 def opened(model: Path | str, **changes: Any) -> NativeRollout:
     settings = {"device": DEVICE, "dtype": torch.float32, "max_batch": 32, "cache_gb": 0.05, "runner": CudaRunner}
     engine = NativeRollout(str(model), **{**settings, **changes})
-    asyncio.run(engine.resume())
+    run(engine.resume())
     return engine
-
-
-def closed(engine: NativeRollout) -> None:
-    asyncio.run(engine.close())
-
-
-def written(engine: Any, groups: list[PromptGroup]) -> list[Sample]:
-    return [sample for group in engine.generate_all(groups) for sample in group.samples]
 
 
 def long_groups(num: int, prompt: int, new: int, **params: Any) -> list[PromptGroup]:
@@ -64,21 +56,11 @@ def long_groups(num: int, prompt: int, new: int, **params: Any) -> list[PromptGr
     return [PromptGroup(str(i), Prompt(str(i), text="?"), one, own, i) for i, one in enumerate(ids)]
 
 
-def odd_groups(params: SamplingParams) -> list[PromptGroup]:
-    random = np.random.default_rng(0)
-    ids = [random.integers(1, 15, size).astype(np.int32) for size in (3, 9, 9, 17, 1, 30)]
-    return [PromptGroup(str(i), Prompt(str(i), text="?"), one, params, i) for i, one in enumerate(ids)]
-
-
-def tokens(samples: list[Sample]) -> list[list[int]]:
-    return [sample.token_ids.tolist() for sample in samples]
-
-
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path) -> Iterator[NativeRollout]:
     engine = opened(tiny_model, max_batch=5)
     yield engine
-    closed(engine)
+    run(engine.close())
 
 
 @pytest.mark.gpu
@@ -96,11 +78,11 @@ def test_it_writes_what_the_runner_for_a_cpu_writes(family: str, tmp_path: Path,
     expected = written(theirs, asked)
     ours = opened(folder, keep_routes=has_routes, max_batch=4)
     block = ours.model.block_bytes
-    closed(ours)
+    run(ours.close())
     monkeypatch.setattr(CudaRunner, "prefill_tokens", 40)
     ours = opened(folder, keep_routes=has_routes, max_batch=4, cache_gb=5.5 * block / 1e9)
     found = written(ours, [*long_groups(2, 62, 5, num_answers=2), *long_groups(1, 3, 4, top_k=3)])
-    assert tokens(found) == tokens(expected)
+    assert tokens_of(found) == tokens_of(expected)
     for one, other in zip(found, expected, strict=True):
         assert np.abs(one.log_probs - other.log_probs).max() < CLOSE
         if has_routes:
@@ -108,7 +90,7 @@ def test_it_writes_what_the_runner_for_a_cpu_writes(family: str, tmp_path: Path,
             assert np.array_equal(one.routes.experts[:-1], other.routes.experts[:-1])
             assert one.routes.known.tolist() == other.routes.known.tolist()
     ours._scheduler.check()
-    closed(ours)
+    run(ours.close())
 
 
 @on_device
@@ -118,19 +100,19 @@ def test_every_family_writes_as_generate_does(family: str, dtype: torch.dtype, t
     folder = str(save_family(family, tmp_path))
     engine = opened(folder, dtype=dtype)
     theirs = HFRollout(folder, device=DEVICE, dtype=dtype, max_batch=32)
-    asyncio.run(theirs.resume())
+    run(theirs.resume())
     samples = written(engine, odd_groups(SamplingParams(20, 0.8, num_answers=3, ignore_eos=True)))
     if dtype == torch.float32:
         model = load_model(folder).eval()
         assert max(np.abs(sample.log_probs - full_forward(model, sample, 0.8)).max() for sample in samples) < 5 * CLOSE
         greedy = SamplingParams(20, temperature=0.0, ignore_eos=True)
-        assert tokens(written(engine, odd_groups(greedy))) == tokens(written(theirs, odd_groups(greedy)))
+        assert tokens_of(written(engine, odd_groups(greedy))) == tokens_of(written(theirs, odd_groups(greedy)))
     else:
         whole = [np.concatenate([sample.prompt_ids, sample.token_ids]) for sample in samples]
-        both = [asyncio.run(one.log_probs(whole)) for one in (engine, theirs)]
+        both = [run(one.log_probs(whole)) for one in (engine, theirs)]
         gaps = [np.abs(a - b) for a, b in zip(*both, strict=True)]
         assert float(np.mean(np.concatenate(gaps))) < 0.1
-    closed(engine)
+    run(engine.close())
 
 
 @on_device
@@ -158,7 +140,7 @@ def test_routes_are_those_that_the_model_chooses(family: str, tmp_path: Path) ->
         assert isinstance(sample.routes, RoutedExperts)
         assert sample.routes.known.tolist() == [True] * (len(ids) - 1) + [False]
         assert np.array_equal(sample.routes.experts[:-1], recorder.take()[:-1])
-    closed(engine)
+    run(engine.close())
 
 
 @on_device
@@ -168,30 +150,30 @@ def test_sequences_that_are_preempted_write_the_same(keep_routes: bool, tmp_path
     roomy = opened(folder, keep_routes=keep_routes)
     block = roomy.model.block_bytes
     expected = written(roomy, long_groups(12, 40, 160))
-    closed(roomy)
+    run(roomy.close())
     tight = opened(folder, keep_routes=keep_routes, cache_gb=10.5 * block / 1e9)
     found = written(tight, long_groups(12, 40, 160))
-    assert tokens(found) == tokens(expected)
+    assert tokens_of(found) == tokens_of(expected)
     for one, other in zip(found, expected, strict=True):
         if keep_routes:
             assert isinstance(one.routes, RoutedExperts) and isinstance(other.routes, RoutedExperts)
             assert np.array_equal(one.routes.experts, other.routes.experts)
             assert one.routes.known.tolist() == other.routes.known.tolist()
     assert tight._scheduler.num_free_blocks == tight._scheduler.num_blocks
-    closed(tight)
+    run(tight.close())
 
 
 def test_what_the_cache_has_no_room_for_is_refused(tmp_path: Path) -> None:
     folder = save_family("llama", tmp_path)
     roomy = opened(folder)
     block = roomy.model.block_bytes
-    closed(roomy)
+    run(roomy.close())
     engine = opened(folder, cache_gb=3.2 * block / 1e9)  # two blocks of 64 tokens, and the one for padding
     if HAS_CUDA:
         assert len(written(engine, long_groups(1, 100, 28))[0].token_ids) == 28
     with pytest.raises(RolloutError, match=r"prompt 0 and its answer .* more than rollout\.cache_gb=.*raise it"):
         written(engine, long_groups(1, 100, 29))
-    closed(engine)
+    run(engine.close())
 
 
 @on_device
@@ -202,12 +184,12 @@ def test_prompts_of_many_lengths_and_long_ones_are_read_in_parts(tmp_path: Path,
         return [*long_groups(3, 150, 20, num_answers=3), *long_groups(4, 7, 20, num_answers=2)]
 
     whole = opened(folder)
-    expected = tokens(written(whole, asked()))
-    closed(whole)
+    expected = tokens_of(written(whole, asked()))
+    run(whole.close())
     monkeypatch.setattr(CudaRunner, "prefill_tokens", 33)
     parts = opened(folder)
-    assert tokens(written(parts, asked())) == expected
-    closed(parts)
+    assert tokens_of(written(parts, asked())) == expected
+    run(parts.close())
 
 
 @on_device
@@ -217,34 +199,34 @@ def test_sequences_of_different_parameters_are_in_one_batch(tmp_path: Path) -> N
         {}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.6}, {"temperature": 1.4, "top_k": 5, "top_p": 0.9}
     ]  # fmt: skip
     engine, theirs = opened(folder), HFRollout(str(folder), device=DEVICE, dtype=torch.float32, max_batch=32)
-    asyncio.run(theirs.resume())
+    run(theirs.resume())
     found, expected = (
         written(one, [g for way in ways for g in long_groups(3, 9, 30, **way)]) for one in (engine, theirs)
     )
     same = [a.token_ids.tolist() == b.token_ids.tolist() for a, b in zip(found, expected, strict=True)]
     assert sum(same) >= len(same) - 1  # a number on the edge of two tokens may fall to either
-    closed(engine)
+    run(engine.close())
 
 
 @on_device
 def test_a_hundred_times_asleep_and_awake_nothing_grows_and_nothing_changes(tiny_model: Path) -> None:
     engine = opened(tiny_model, cache_gb=None)
     params = SamplingParams(20, num_answers=4)
-    expected = tokens(written(engine, odd_groups(params)))
-    asyncio.run(engine.release())
+    expected = tokens_of(written(engine, odd_groups(params)))
+    run(engine.release())
     asleep = torch.cuda.mem_get_info()[0]
     for number in range(100):
-        asyncio.run(engine.resume())
+        run(engine.resume())
         if number % 10 == 0:
-            assert tokens(written(engine, odd_groups(params))) == expected
-        asyncio.run(engine.release())
+            assert tokens_of(written(engine, odd_groups(params))) == expected
+        run(engine.release())
     assert torch.cuda.mem_get_info()[0] >= asleep - (8 << 20)
-    asyncio.run(engine.resume())
+    run(engine.resume())
     awake = torch.cuda.mem_get_info()[0]
     held: int = engine.model.held_bytes  # type: ignore[attr-defined]
-    asyncio.run(engine.release())
+    run(engine.release())
     assert torch.cuda.mem_get_info()[0] - awake >= 0.95 * held
-    closed(engine)
+    run(engine.close())
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -252,35 +234,35 @@ def test_weights_that_come_while_it_sleeps_are_those_it_wakes_with(tiny_model: P
     engine = opened(tiny_model)
     params = SamplingParams(8 if HAS_CUDA else 2, temperature=0.0)
     written(engine, odd_groups(params)[:2])
-    asyncio.run(engine.release())
+    run(engine.release())
     other = load_model(str(tiny_model)).eval()
     changed = {name: own for name, own in other.named_parameters() if is_whole or "self_attn" in name}
     with torch.no_grad():
         for parameter in changed.values():
             parameter.mul_(1.5)
-    asyncio.run(engine.update_weights(WeightUpdate(3, changed.items(), shared=False, is_whole=is_whole)))
-    asyncio.run(engine.resume())
+    run(engine.update_weights(WeightUpdate(3, changed.items(), shared=False, is_whole=is_whole)))
+    run(engine.resume())
     for _ in range(2):
         samples = written(engine, odd_groups(params)[:2])
         assert {version for sample in samples for version in sample.versions.tolist()} == {3}
         assert max(np.abs(sample.log_probs - full_forward(other, sample, 1.0)).max() for sample in samples) < CLOSE
-        asyncio.run(engine.release())
-        asyncio.run(engine.resume())
-    closed(engine)
+        run(engine.release())
+        run(engine.resume())
+    run(engine.close())
 
 
 @on_device
 def test_awake_it_takes_what_memory_is_left(tiny_model: Path) -> None:
     engine = opened(tiny_model, cache_gb=None)
-    expected = tokens(written(engine, odd_groups(SamplingParams(8))))
+    expected = tokens_of(written(engine, odd_groups(SamplingParams(8))))
     num = engine.model.num_blocks
-    asyncio.run(engine.release())
+    run(engine.release())
     taken = torch.empty(int(torch.cuda.mem_get_info()[0] * 0.8), dtype=torch.uint8, device=DEVICE)
-    asyncio.run(engine.resume())
+    run(engine.resume())
     assert engine.model.num_blocks < num / 2
-    assert tokens(written(engine, odd_groups(SamplingParams(8)))) == expected
+    assert tokens_of(written(engine, odd_groups(SamplingParams(8)))) == expected
     del taken
-    closed(engine)
+    run(engine.close())
 
 
 def test_a_cache_too_small_for_anything_is_refused(tiny_model: Path) -> None:
@@ -303,16 +285,16 @@ def test_a_model_that_comes_out_different_is_refused_each_time(tmp_path: Path, m
     monkeypatch.setattr(CudaRunner, "trial", observed)
     for _ in range(2):
         with pytest.raises(RolloutError, match="come out different"):
-            asyncio.run(engine.resume())
+            run(engine.resume())
     monkeypatch.setitem(module.AGREES, torch.float32, 1e-3)
-    asyncio.run(engine.resume())
+    run(engine.resume())
     assert filled == [True] * 3  # its weights were there each time
     assert engine.model.held_bytes > 0  # type: ignore[attr-defined]
-    closed(engine)
+    run(engine.close())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_the_trial_agrees_in_every_way_of_computing(family: str, tmp_path: Path) -> None:
     engine: Any = opened(save_family(family, tmp_path))
     assert engine.model.trial() < 1e-5
-    closed(engine)
+    run(engine.close())

@@ -84,7 +84,7 @@ def test_it_writes_what_the_runner_for_a_cpu_writes(family: str, tmp_path: Path,
     found = written(ours, [*long_groups(2, 62, 5, num_answers=2), *long_groups(1, 3, 4, top_k=3)])
     assert tokens_of(found) == tokens_of(expected)
     for one, other in zip(found, expected, strict=True):
-        assert np.abs(one.log_probs - other.log_probs).max() < CLOSE
+        assert np.abs(one.log_probs - other.log_probs).max() < 5 * CLOSE
         if has_routes:
             assert isinstance(one.routes, RoutedExperts) and isinstance(other.routes, RoutedExperts)
             assert np.array_equal(one.routes.experts[:-1], other.routes.experts[:-1])

@@ -17,7 +17,7 @@ from practicum.errors import ConfigError, DataError, ModelError, ReplayError, Re
 from practicum.loop.explain import explanation
 from practicum.loop.run_folder import read_best, read_metrics
 from practicum.models import load_model
-from tests.rollout.serving.models import save_classifier
+from tests.rollout.server.models import save_classifier
 
 MakeConfig = Callable[..., Config]
 

@@ -19,7 +19,7 @@ from practicum.types import Score
 from tests.reward.fakes import FakeService, hang, saying
 from tests.reward.halls import function, samples_of
 from tests.rewards import most_at_a_time
-from tests.rollout.serving.models import ask, save_classifier
+from tests.rollout.server.models import ask, save_classifier
 
 WAIT_S = 20.0
 

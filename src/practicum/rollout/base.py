@@ -104,8 +104,8 @@ class BaseRollout(ABC):
         for sequence in sequences:
             self.check(sequence)
         samples: dict[Sequence, Sample] = {}
-        async with aclosing(self._written(sequences)) as written:
-            async for some in written:
+        async with aclosing(self.written(sequences)) as batches:
+            async for some in batches:
                 samples.update(some)
         return [samples[sequence] for sequence in sequences]
 
@@ -125,8 +125,8 @@ class BaseRollout(ABC):
             num_open[group] += 1
         if finished := [group for group, num in num_open.items() if not num]:
             yield finished
-        async with self.writing(), aclosing(self._written(list(owners))) as written:
-            async for some in written:
+        async with self.writing(), aclosing(self.written(list(owners))) as batches:
+            async for some in batches:
                 finished = []
                 for sequence, sample in some:
                     group, trajectory = owners[sequence]
@@ -198,9 +198,12 @@ class BaseRollout(ABC):
             self._turns.remove(turn)
             self._notify()
 
-    async def _written(self, sequences: Items[Sequence]) -> AsyncGenerator[list[tuple[Sequence, Sample]], None]:
-        """Submit sequences, all at once; yield them with their samples as they end. What a pause aborted is submitted
-        again after it. Those that are left when it is closed are aborted, and let go of by the engine."""
+    async def written(self, sequences: Items[Sequence]) -> AsyncGenerator[list[tuple[Sequence, Sample]], None]:
+        """Submit sequences that have been checked, all at once; yield them with their samples as they end.
+
+        What a pause aborted is submitted again after it. Those that are left when it is closed are aborted, and let go
+        of by the engine. Where the engine fails, what has ended before is yielded first.
+        """
         came: list[Sequence] = []
         arrived = asyncio.Event()
 
@@ -238,7 +241,10 @@ class BaseRollout(ABC):
                 await arrived.wait()
                 arrived.clear()
                 ended = []
+                failure: BaseException | None = None
                 for sequence in came:
+                    if (failure := sequence.done.exception()) is not None:
+                        break
                     sample = sequence.done.result()
                     if sample.finish_reason == "abort" and sequence.is_paused and not sequence.is_aborted:
                         sequence.continue_from(sample)
@@ -249,6 +255,8 @@ class BaseRollout(ABC):
                 came.clear()
                 if ended:
                     yield ended
+                if failure is not None:
+                    raise failure
         finally:
             left = [sequence for sequence in sequences if sequence in self._under_way]
             self.abort(left)

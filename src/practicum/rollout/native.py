@@ -137,4 +137,4 @@ class NativeRollout(LocalRollout):
 
     @property
     def _has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or self.model.num_in_flight > 0

@@ -6,7 +6,7 @@ from practicum.config import RewardModelConfig
 from practicum.controller import RayClassWithInitArgs
 from practicum.reward.serving.placed import PlacedReplica
 from practicum.reward.serving.replica import RewardModelReplica
-from tests.rollout.serving.models import ask
+from tests.rollout.server.models import ask
 
 
 def test_the_life_of_a_replica(classifier_folder: Path) -> None:

@@ -10,7 +10,7 @@ from practicum.config import RewardModelConfig
 from practicum.controller import LocalWorkerGroup, RayClassWithInitArgs
 from practicum.errors import ResourceError, WorkerError
 from practicum.reward.serving.replica import RewardModelReplica
-from tests.rollout.serving.models import ask, save_classifier, score_of
+from tests.rollout.server.models import ask, save_classifier, score_of
 
 
 def start(config: RewardModelConfig, *, asleep: bool = False) -> LocalWorkerGroup[RewardModelReplica]:

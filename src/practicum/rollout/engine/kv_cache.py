@@ -23,7 +23,7 @@ from practicum.rollout.engine.cpu.kernels import BLOCK, Kernels
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A forward pass over whole sequences. `places` [tokens] are a block times BLOCK and where in it; None: not kept."""
+    """A forward pass over whole sequences. `places` [tokens] are a block times BLOCK and where in it; None: nowhere."""
 
     lengths: Sequence[int]
     places: Tensor | None
@@ -133,10 +133,9 @@ class KVCache:
         shape = 1 + self.num_blocks, like.shape[1], BLOCK, like.shape[3]
         if like.device.type != "cpu":
             return like.new_zeros(shape)
-        # NumPy's zeros are taken from the system when they are first written to, so blocks that nobody has cost nothing.
-        return (
-            torch.from_numpy(np.zeros(int(np.prod(shape)) * like.element_size(), np.uint8)).view(like.dtype).view(shape)
-        )
+        # NumPy's zeros are taken from the system when they are first written to: blocks that nobody has cost nothing.
+        zeros = np.zeros(int(np.prod(shape)) * like.element_size(), np.uint8)
+        return torch.from_numpy(zeros).view(like.dtype).view(shape)
 
     # Registered with transformers' attention interface
 

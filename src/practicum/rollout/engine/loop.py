@@ -1,10 +1,9 @@
-"""The loop of an engine in this process: one thread that writes, commands that come by one queue, results that leave by one
-stream.
+"""The loop of an engine in this process: one thread that writes, one queue of commands to it, one stream of results.
 
-    event loop                        the engine's thread
-    submit, abort, resume, … ──────▶ queue ─▶ between two steps
-                                        step: schedule ─▶ run ─▶ finish
-    futures, on_tokens ◀── one call_soon_threadsafe for all that a step has brought
+event loop                        the engine's thread
+submit, abort, resume, … ──────▶ queue ─▶ between two steps
+                                    step: schedule ─▶ run ─▶ finish
+futures, on_tokens ◀── one call_soon_threadsafe for all that a step has brought
 """
 
 from __future__ import annotations
@@ -61,8 +60,9 @@ class LocalRollout(BaseRollout):
         self._put(partial(self._abort, sequences))
 
     async def resume(self) -> None:
-        await self._call(self._wake)
-        self._is_awake = True
+        if not self._is_awake:
+            await self._call(self._wake)
+            self._is_awake = True
 
     async def release(self) -> None:
         self._is_awake = False

@@ -22,8 +22,11 @@ from practicum.weights import WeightUpdate
 
 
 class EngineModel:
-    """With `stays_loaded`, weights on a CPU stay in memory while it sleeps: where new ones come with every step, putting
-    them away and back takes longer than it is worth. With `keep_routes` a recorder listens to its routers."""
+    """The model and its weights.
+
+    With `stays_loaded`, weights on a CPU stay in memory while it sleeps: where new ones come with every step, putting
+    them away and back takes longer than it is worth. With `keep_routes` a recorder listens to its routers.
+    """
 
     def __init__(
         self,
@@ -112,8 +115,8 @@ class EngineModel:
 class ModelRunner(EngineModel, ABC):
     """The model with a cache of keys and values in blocks: it reads and writes what the scheduler says.
 
-    `prefill` and `decode` launch the drawing of one token for each sequence, `collect` returns what the oldest launch has
-    drawn. A device may be as many as `num_behind` launches behind the host.
+    `prefill` and `decode` launch the drawing of one token for each sequence, `collect` returns what the oldest launch
+    has drawn. A device may be as many as `num_behind` launches behind the host.
     """
 
     block_size: int

@@ -4,9 +4,9 @@
               ▲                                             │
               └─────────── preempt: no block is free ◀──────┘ grow: one more token each
 
-A block has room for `block_size` tokens. Answers to one prompt share the blocks that the prompt fills; what it begins of
-one more block is copied for each. Block 0 belongs to nobody: what only fills up a batch may write there. Where blocks run
-out, the youngest sequence gives its own back and is read again later, before anything that is new.
+A block has room for `block_size` tokens. Answers to one prompt share the blocks that the prompt fills; what it begins
+of one more block is copied for each. Block 0 belongs to nobody: what only fills up a batch may write there. Where
+blocks run out, the youngest sequence gives its own back and is read again later, before anything that is new.
 
 Slots and blocks that were given back may be taken at once: a device does what it is asked to in order.
 """

@@ -30,9 +30,9 @@ class Request(Protocol):
 class Sequence:
     """One answer being written, known by the object itself.
 
-    `seed` and `number` decide its random numbers, whatever else is in the batch. `written` is what there is of the answer
-    already: it is gone on with, as if it had never been aborted. `on_tokens` is called on the event loop with new tokens
-    and their log-probs.
+    `seed` and `number` decide its random numbers, whatever else is in the batch. `written` is what there is of the
+    answer already: it is gone on with, as if it had never been aborted. `on_tokens` is called on the event loop with
+    new tokens and their log-probs.
     """
 
     __slots__ = (
@@ -119,8 +119,9 @@ class Sequence:
 
     def shares_prompt(self, other: Sequence) -> bool:
         """Return whether both begin with the same tokens, which then are read once. Sequences of one group do."""
-        is_new = self.written is other.written is None and not (self.token_ids or other.token_ids)
-        return is_new and self.prompt_ids is other.prompt_ids
+        if self.written is not None or other.written is not None or self.token_ids or other.token_ids:
+            return False
+        return self.prompt_ids is other.prompt_ids or np.array_equal(self.prompt_ids, other.prompt_ids)
 
     def uniform(self) -> float:
         """Return the random number in [0, 1) of the next token."""

@@ -115,9 +115,8 @@ class CpuRunner(ModelRunner):
         slots = np.repeat([first.slot for first in firsts], lengths)
         places = self._tables[slots, positions // BLOCK] * BLOCK + positions % BLOCK
         step = Prefill(lengths, self._on_device(places))
-        logits = self._forward(np.concatenate([first.ids for first in firsts])[None], positions[None], step, ends - 1)[
-            0
-        ]
+        ids = np.concatenate([first.ids for first in firsts])
+        logits = self._forward(ids[None], positions[None], step, ends - 1)[0]
         routes = None if self.recorder is None else np.split(self.recorder.take(), ends[:-1])
         blocks: list[int] = []
         copies: list[int] = []

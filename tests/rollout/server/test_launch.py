@@ -6,38 +6,30 @@ from typing import Any
 import pytest
 
 from practicum.errors import ConfigError, ModelError
-from practicum.rollout.serving import ClassifyService, ModelServer, WritingService
-from practicum.rollout.serving.launch import service_of
-from tests.rollout.serving.models import ask
+from practicum.rollout.server import ClassificationService, GenerationService, service_of
+from tests.rollout.server.fakes import Served
+from tests.rollout.server.models import ask
 from tests.test_adapters import save_adapted
 
 CHOICES: dict[str, Any] = {"engine": "hf", "device": "cpu", "dtype": "float32", "max_batch": 4}
 
 
 def test_what_serves_is_chosen_by_the_models_config(tiny_model: Path, classifier_folder: Path) -> None:
-    assert isinstance(service_of(str(classifier_folder), **CHOICES), ClassifyService)
+    assert isinstance(service_of(str(classifier_folder), **CHOICES), ClassificationService)
     service = service_of(str(tiny_model), **CHOICES)
-    assert isinstance(service, WritingService)
+    assert isinstance(service, GenerationService)
     assert service.limit.num_tokens == 64
     assert 1e6 < service.num_weight_bytes < 4e6
-    server = ModelServer(service, host="127.0.0.1")
-    try:
-        server.wake_up(60.0)
+    with Served(service) as server:
         for name in (str(tiny_model), tiny_model.name, "default"):
             assert ask(server.url, "/v1/completions", {"prompt": "1", "max_tokens": 1, "model": name})[0] == 200
         assert ask(server.url, "/v1/completions", {"prompt": "1", "model": "gpt"})[0] == 404
-    finally:
-        server.close()
 
 
 def test_adapters_are_served_with_the_model_they_belong_to(tiny_model: Path, tmp_path: Path) -> None:
     folder = save_adapted(tiny_model, tmp_path / "adapters")
-    server = ModelServer(service_of(str(folder), **CHOICES), host="127.0.0.1")
-    try:
-        server.wake_up(60.0)
+    with Served(service_of(str(folder), **CHOICES)) as server:
         assert ask(server.url, "/v1/completions", {"prompt": "1", "max_tokens": 1})[0] == 200
-    finally:
-        server.close()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from practicum.errors import ModelError
-from practicum.rollout.agent.turns import TurnTemplate
+from practicum.rollout.agent.template import TurnTemplate
 from tests.rollout.tokenizers import FORGETFUL, HERMES, STRICT, byte_tokenizer
 
 TOOL = {"role": "tool", "content": "12"}

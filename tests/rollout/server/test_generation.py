@@ -17,20 +17,17 @@ import torch
 
 from practicum.models import load_model, load_tokenizer
 from practicum.rollout.engines import EngineSettings
-from practicum.rollout.serving.launch import writing_service
-from practicum.rollout.serving.server import ModelServer
-from tests.rollout.serving.fakes import WAIT_S, StepEngine
-from tests.rollout.serving.models import ask, ask_all, save_classifier
+from practicum.rollout.server import generation_service
+from tests.rollout.server.fakes import WAIT_S, Served, StepEngine
+from tests.rollout.server.models import ask, ask_all, save_classifier
 
 TOKEN = "secret"
 CHAT: Any = [{"role": "user", "content": "1+2="}]
 
 
-def start(model: Path, engine: str) -> ModelServer:
+def start(model: Path, engine: str) -> Served:
     chosen = EngineSettings(engine, str(model), device="cpu", max_batch=16, cache_gb=0.05)
-    server = ModelServer(writing_service(chosen, names=frozenset({"tiny"})), host="127.0.0.1")
-    server.wake_up(WAIT_S)
-    return server
+    return Served(generation_service(chosen, names=frozenset({"tiny"})))
 
 
 @pytest.fixture(scope="module", params=["native", "hf"])
@@ -182,9 +179,10 @@ def test_mistakes_are_openais_errors(client: openai.OpenAI, engine: str) -> None
     with pytest.raises(openai.BadRequestError, match="echo=true is not supported"):
         ask_for(model="tiny", prompt="1", echo=True)
     with pytest.raises(
-        openai.BadRequestError, match=rf"engine {engine} reads text only, and part 1 is of type 'image_url'"
+        openai.BadRequestError,
+        match=rf"messages.0: engine {engine} reads text only, and part 1 of the user's message is of type 'image_url'",
     ):
-        image: Any = {"type": "image_url", "image_url": {"url": "data:,"}}
+        image: Any = {"type": "image_url", "image_url": {"url": "https://x/y.png"}}
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": [image]}])
     with pytest.raises(openai.BadRequestError, match="no place for tools"):
         tool: Any = {"type": "function", "function": {"name": "add"}}
@@ -203,16 +201,12 @@ def test_mistakes_are_openais_errors(client: openai.OpenAI, engine: str) -> None
 
 def test_the_token_is_asked_for(tiny_model: Path) -> None:
     engine = StepEngine()
-    engine.steps.release(1)
-    server = ModelServer(engine.service(tiny_model), host="127.0.0.1", token=TOKEN)
-    try:
-        server.wake_up(WAIT_S)
+    with Served(engine.service(tiny_model), token=TOKEN) as server:
+        engine.step()
         with client_of(server.url, "wrong") as client, pytest.raises(openai.AuthenticationError, match="token"):
             client.completions.create(model="tiny", prompt="1")
         with client_of(server.url, TOKEN) as client:
             assert client.completions.create(model="any", prompt="1", max_tokens=1).choices[0].text == "1"
-    finally:
-        server.close()
 
 
 def test_asleep_it_refuses_and_awake_it_writes_the_same(url: str, client: openai.OpenAI) -> None:
@@ -317,10 +311,8 @@ def test_weights_that_do_not_fit_change_nothing(url: str, client: openai.OpenAI,
 @pytest.fixture
 def steps(tiny_model: Path) -> Iterator[tuple[StepEngine, str]]:
     engine = StepEngine()
-    server = ModelServer(engine.service(tiny_model), host="127.0.0.1")
-    server.wake_up(WAIT_S)
-    yield engine, server.url
-    server.close()
+    with Served(engine.service(tiny_model)) as server:
+        yield engine, server.url
 
 
 def metric(url: str, name: str) -> float:
@@ -347,14 +339,14 @@ def test_a_client_that_goes_away_takes_its_request_along(steps: tuple[StepEngine
     leaving = http.client.HTTPConnection(host, int(port), timeout=WAIT_S)
     leaving.request("POST", "/v1/completions", json.dumps({"prompt": "1", "max_tokens": 50, "stream": stream}))
     wait_for(url, "running", 1)
-    engine.steps.release(2)
+    engine.step(2)
     if stream:
         assert leaving.getresponse().read(5) == b"data:"
     leaving.close()
     wait_for(url, "running", 0)
     assert engine.num_aborted == 1
     assert metric(url, "abandoned_total") == 1
-    engine.steps.release(1)
+    engine.step(1)
     assert ask(url, "/v1/completions", {"prompt": "1", "max_tokens": 1})[0] == 200
 
 
@@ -365,10 +357,10 @@ def test_requests_join_those_under_way(steps: tuple[StepEngine, str]) -> None:
         wait_for(url, "running", 1)
         short = threads.submit(ask, url, "/v1/completions", {"prompt": "1", "max_tokens": 2})
         wait_for(url, "running", 2)
-        engine.steps.release(2)
+        engine.step(2)
         assert short.result(WAIT_S)[1]["usage"]["completion_tokens"] == 2
         assert not long.done()
-        engine.steps.release(8)
+        engine.step(8)
         assert long.result(WAIT_S)[1]["usage"]["completion_tokens"] == 10
     assert metric(url, "written_tokens_total") == 12
 
@@ -388,7 +380,7 @@ def test_a_failure_of_the_engine_is_told_and_passes(steps: tuple[StepEngine, str
     kept.request("GET", "/health")
     assert kept.getresponse().status == 200
     engine.error = None
-    engine.steps.release(16)
+    engine.step(16)
     assert ask(url, "/v1/completions", {"prompt": "1"})[0] == 200
 
 
@@ -401,3 +393,49 @@ def test_many_clients_at_once_each_get_their_own(url: str) -> None:
     assert [[c["token_ids"] for c in told["choices"]] for _, told in alone] == [
         [c["token_ids"] for c in told["choices"]] for _, told in together[::12]
     ]
+
+
+def test_tokens_come_as_they_are_written_and_nothing_ahead(steps: tuple[StepEngine, str]) -> None:
+    engine, url = steps
+    with client_of(url) as client:
+        parts = iter(client.completions.create(model="steps", prompt=["1", "1"], max_tokens=2, stream=True))
+        engine.step()
+        assert sorted(next(parts).choices[0].index for _ in range(2)) == [0, 1]
+        engine.step()
+        rest = [(part.choices[0].index, part.choices[0].finish_reason) for part in parts]
+    assert sorted(rest, key=str) == [(0, "length"), (0, None), (1, "length"), (1, None)]
+
+
+def test_closing_breaks_off_what_takes_too_long(tiny_model: Path) -> None:
+    engine = StepEngine()
+    with Served(engine.service(tiny_model)) as server, ThreadPoolExecutor() as threads:
+        asking = threads.submit(client_sees, server.url)
+        wait_for(server.url, "running", 1)
+        server.close(0.05)
+        assert asking.result(WAIT_S) == "connection lost" and engine.num_aborted == 1
+
+
+def client_sees(url: str) -> str:
+    try:
+        ask(url, "/v1/completions", {"prompt": "1"})
+    except (OSError, http.client.HTTPException):
+        return "connection lost"
+    return "an answer"
+
+
+def test_an_answer_that_the_engine_aborts_is_503(steps: tuple[StepEngine, str]) -> None:
+    engine, url = steps
+    with ThreadPoolExecutor() as threads:
+        asking = threads.submit(ask, url, "/v1/completions", {"prompt": "1"})
+        wait_for(url, "running", 1)
+        assert engine._loop is not None
+        engine._loop.call_soon_threadsafe(engine.abort)
+        status, told = asking.result(WAIT_S)
+    assert status == 503 and "the answer was broken off" in told["error"]["message"]
+
+
+def test_an_engine_that_has_been_closed_takes_nothing(steps: tuple[StepEngine, str]) -> None:
+    engine, url = steps
+    engine._is_closed = True
+    status, told = ask(url, "/v1/completions", {"prompt": "1"})
+    assert (status, told["error"]["message"]) == (503, "the engine has been closed.")

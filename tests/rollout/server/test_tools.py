@@ -16,12 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from practicum.models import load_config
-from practicum.rollout.agent.calls import Call, hermes
-from practicum.rollout.serving import WritingService
-from practicum.rollout.serving.server import ModelServer
-from practicum.rollout.serving.tool_calls import CallReader
+from practicum.rollout.agent.tools import Call, hermes
+from practicum.rollout.server import GenerationService
+from practicum.rollout.server.tools import CallParser
 from tests.rollout.scripted import ScriptedEngine
-from tests.rollout.serving.fakes import WAIT_S
+from tests.rollout.server.fakes import WAIT_S, Served
 from tests.rollout.tokenizers import CALLING, HERMES, byte_tokenizer
 
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -50,15 +49,12 @@ def client_of(tiny_model: Path) -> Callable[..., Any]:
         config = load_config(str(tiny_model))
         config.max_position_embeddings = 4096
         engine = TagWriter(tokenizer, says)
-        service = WritingService("m", engine, model_config=config, tokenizer=tokenizer, dtype=torch.float32)
-        server = ModelServer(service, host="127.0.0.1")
-        try:
-            server.wake_up(WAIT_S)
-            address = f"{server.url}/v1"
-            with openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=WAIT_S) as client:
-                yield client
-        finally:
-            server.close()
+        service = GenerationService("m", engine, model_config=config, tokenizer=tokenizer, dtype=torch.float32)
+        with (
+            Served(service) as server,
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client,
+        ):
+            yield client
 
     return served
 
@@ -245,16 +241,14 @@ PIECES = st.sampled_from([ONE, TWO, "<tool_call>", "</tool_call>", "<tool", "_ca
 
 @given(st.lists(PIECES, max_size=8).map("".join), st.integers(1, 7))
 def test_however_a_text_is_cut_it_says_the_same(text: str, size: int) -> None:
-    whole = CallReader().add(text, is_last=True)
-    reader = CallReader()
-    parts = [reader.add(text[at : at + size]) for at in range(0, len(text), size)]
-    parts.append(reader.add("", is_last=True))
-    assert "".join(part.content for part in parts) == whole.content
-    calls = [call for part in parts for call in part.calls]
-    assert [(call.number, call.name, call.arguments) for call in calls] == [
-        (call.number, call.name, call.arguments) for call in whole.calls
-    ]
+    content, calls = CallParser().add(text, is_last=True)
+    parser = CallParser()
+    parts = [parser.add(text[at : at + size]) for at in range(0, len(text), size)]
+    parts.append(parser.add("", is_last=True))
+    assert "".join(part for part, _ in parts) == content
+    functions = [call.function for _, some in parts for call in some]
+    assert functions == [call.function for call in calls]
     found = [call for call in hermes(text) if isinstance(call, Call)]
-    assert [(call.name, json.loads(call.arguments)) for call in calls] == [(c.name, c.arguments) for c in found]
+    assert [(one.name, json.loads(one.arguments)) for one in functions] == [(c.name, c.arguments) for c in found]
     if not found:
-        assert whole.content == text
+        assert content == text

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from practicum.rollout.serving.spelling import Spelling
-from practicum.rollout.serving.texts import Encoder
+from practicum.rollout.server.detokenizer import IncrementalDetokenizer
+from practicum.rollout.server.encoder import Encoder
 
 
 def byte_encoder() -> Encoder:
@@ -27,32 +27,32 @@ ENCODER = byte_encoder()
 )
 def test_pieces_are_the_text_and_nothing_of_a_stop(text: str, stops: list[str]) -> None:
     ids = [*ENCODER.text(text).tolist(), 256]
-    spelling = Spelling(ENCODER, stops)
-    pieces = [spelling.add([token]) for token in ids]
-    told = "".join(pieces) + spelling.finish(ids)
+    detokenizer = IncrementalDetokenizer(ENCODER, stops)
+    pieces = [detokenizer.add([token]) for token in ids]
+    told = "".join(pieces) + detokenizer.finish(ids)
     complete = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     assert told == (text[: min(complete)[1]] if complete else text)
-    assert told == Spelling(ENCODER, stops).finish(ids)
+    assert told == IncrementalDetokenizer(ENCODER, stops).finish(ids)
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
 
 
 def test_text_is_told_as_soon_as_it_is_certain() -> None:
-    spelling = Spelling(ENCODER, ["bcd"])
-    pieces = [spelling.add([token]) for token in ENCODER.text("abcabcde").tolist()]
+    detokenizer = IncrementalDetokenizer(ENCODER, ["bcd"])
+    pieces = [detokenizer.add([token]) for token in ENCODER.text("abcabcde").tolist()]
     assert pieces == ["a", "", "", "bca", "", "", "", ""]
 
 
 def test_the_stop_text_that_is_complete_first_counts() -> None:
-    assert Spelling(ENCODER, ["b", "abc"]).finish(ENCODER.text("abc").tolist()) == "a"
-    assert Spelling(ENCODER, ["bc", "abc"]).finish(ENCODER.text("abc").tolist()) == ""
+    assert IncrementalDetokenizer(ENCODER, ["b", "abc"]).finish(ENCODER.text("abc").tolist()) == "a"
+    assert IncrementalDetokenizer(ENCODER, ["bc", "abc"]).finish(ENCODER.text("abc").tolist()) == ""
 
 
 @pytest.mark.parametrize(("keeps_stop", "told"), [(False, "a"), (True, "abc")])
 def test_a_stop_text_may_be_kept(keeps_stop: bool, told: str) -> None:
-    spelling = Spelling(ENCODER, ["bc"], keeps_stop=keeps_stop)
-    assert spelling.finish(ENCODER.text("abc").tolist()) == told
+    detokenizer = IncrementalDetokenizer(ENCODER, ["bc"], keeps_stop=keeps_stop)
+    assert detokenizer.finish(ENCODER.text("abc").tolist()) == told
 
 
 def test_special_tokens_are_shown_if_asked_for() -> None:
-    assert Spelling(ENCODER, []).finish([256]) == ""
-    assert Spelling(ENCODER, [], skip_special_tokens=False).finish([256]) == "<end>"
+    assert IncrementalDetokenizer(ENCODER, []).finish([256]) == ""
+    assert IncrementalDetokenizer(ENCODER, [], skip_special_tokens=False).finish([256]) == "<end>"

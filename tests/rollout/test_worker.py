@@ -80,7 +80,7 @@ async def test_a_bad_request_is_refused_before_anything_is_written(tiny_model: P
 @in_a_loop
 async def test_a_failure_of_the_engine_comes_after_what_was_finished(tiny_model: Path) -> None:
     async with worker_of(tiny_model) as worker:
-        right = worker._engine.model.model.generate  # type: ignore[attr-defined]
+        right = worker._engine.model.module.generate  # type: ignore[attr-defined]
         calls = []
 
         def out_of_memory(*args: object, **kwargs: object) -> object:
@@ -89,7 +89,7 @@ async def test_a_failure_of_the_engine_comes_after_what_was_finished(tiny_model:
                 raise torch.cuda.OutOfMemoryError("no room")
             return right(*args, **kwargs)
 
-        worker._engine.model.model.generate = out_of_memory  # type: ignore[attr-defined]
+        worker._engine.model.module.generate = out_of_memory  # type: ignore[attr-defined]
         came: list[PromptGroup] = []
         with pytest.raises(RuntimeError, match="the engine failed: OutOfMemoryError: no room"):
             async with aclosing(worker.generate(groups_of(8, 3))) as generating:
@@ -206,7 +206,10 @@ def test_routes_of_finished_samples_leave_coded() -> None:
         sample.finish_reason = reason  # type: ignore[assignment]
         sample.routes = routes_of(sample.num_tokens)
         trajectory.add(sample)
-    parts = [PromptGroup(group.id, group.prompt, group.prompt_ids, groups_of(1)[0].params, 0, [t]) for t in group.trajectories]
+    parts = [
+        PromptGroup(group.id, group.prompt, group.prompt_ids, groups_of(1)[0].params, 0, [t])
+        for t in group.trajectories
+    ]
     (sent,) = _to_send(parts)
     assert [t.number for t in sent.trajectories] == [0, 1, 2]
     assert [type(sample.routes) for sample in sent.samples] == [CodedRoutes, RoutedExperts, CodedRoutes]

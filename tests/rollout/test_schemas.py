@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,14 @@ from practicum.rollout.engine.sequence import Sequence as EngineSequence
 from practicum.rollout.engines import ENGINES
 from practicum.rollout.schemas import (
     ChatMessage,
-    ChatReply,
     ChatRequest,
     ClassifyRequest,
-    CompletionReply,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
     ImagePart,
     LogProbsRequest,
+    Reply,
     Request,
     TextPart,
     TokenizeRequest,
@@ -30,7 +30,7 @@ from practicum.rollout.schemas import (
     describe,
 )
 from practicum.rollout.server.encoder import Encoder
-from practicum.rollout.server.replies import ChatAnswer, CompletionAnswer, new_reply
+from practicum.rollout.server.replies import Answer, new_reply
 from practicum.types import Message, Prompt, Sample
 
 USER = {"role": "user", "content": "1+2="}
@@ -153,8 +153,6 @@ OTHERS: list[tuple[type[Request], dict[str, Any], str]] = [
     ],
 )
 def test_what_cannot_be_asked_is_refused_with_the_field(kind: type[Request], body: Any, message: str) -> None:
-    import re
-
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(body)
     assert re.search(message, describe(caught.value))
@@ -230,10 +228,10 @@ def sample(*token_ids: int, log_probs: Any = None, reason: Any = "stop", version
 
 def test_a_completion_with_log_probs() -> None:
     request = completion(prompt=[7], logprobs=0, return_token_ids=True)
-    answer = CompletionAnswer(0, request, ENCODER, np.array([7], np.int32), in_chunks=False)
+    answer = Answer(0, request, ENCODER, np.array([7], np.int32))
     choice = answer.finish(sample(5, 6, 1, log_probs=[-1.0, -2.0, -0.5]))
-    update = {"choices": [choice], "usage": Usage.of(1, 3), "weight_version": choice.weight_version}
-    reply = json.loads(new_reply(request, "m").model_copy(update=update).to_json())
+    made = new_reply(request, "m").with_choices([choice], usage=Usage.of(1, 3), weight_version=choice.weight_version)
+    reply = json.loads(made)
     assert (reply["object"], reply["model"], reply["weight_version"]) == ("text_completion", "m", 3)
     assert reply["usage"] == {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
     assert reply["choices"] == [
@@ -252,16 +250,14 @@ def test_a_completion_with_log_probs() -> None:
             },
         }
     ]
-    assert CompletionReply.model_validate(reply).choices[0] == choice
+    assert Reply.model_validate(reply).choices[0] == choice
 
 
 def test_chunks_of_a_completion_count_on() -> None:
     request = completion(prompt=[7], logprobs=0, n=2, stream=True)
-    answers = [CompletionAnswer(n, request, ENCODER, np.array([7], np.int32), in_chunks=True) for n in range(2)]
+    answers = [Answer(n, request, ENCODER, np.array([7], np.int32)) for n in range(2)]
     head = new_reply(request, "m")
-    parts = [
-        json.loads(head.model_copy(update={"choices": [answers[n].add([5], [-1.0])]}).to_json()) for n in (0, 1, 0)
-    ]
+    parts = [json.loads(head.with_choices([answers[n].add([5], [-1.0])])) for n in (0, 1, 0)]
     assert [part["choices"][0]["logprobs"]["text_offset"] for part in parts] == [[0], [0], [1]]
     assert len({part["id"] for part in parts}) == 1
     assert "weight_version" not in parts[0]["choices"][0] and parts[0]["choices"][0]["finish_reason"] is None
@@ -271,7 +267,7 @@ def test_chunks_of_a_completion_count_on() -> None:
 
 def test_a_chat_says_once_who_speaks() -> None:
     request = chat(n=2, stream=True)
-    answers = [ChatAnswer(n, request, ENCODER, np.array([7], np.int32), in_chunks=True) for n in range(2)]
+    answers = [Answer(n, request, ENCODER, np.array([7], np.int32)) for n in range(2)]
     parts = [answers[n].add([5], [-1.0]).model_dump(exclude_unset=True) for n in (0, 1, 0)]
     assert [part["delta"] for part in parts] == [
         {"role": "assistant", "content": "1"},
@@ -279,12 +275,10 @@ def test_a_chat_says_once_who_speaks() -> None:
         {"content": "1"},
     ]
     asked = chat(logprobs=True)
-    answer = ChatAnswer(0, asked, ENCODER, np.array([7], np.int32), in_chunks=False)
+    answer = Answer(0, asked, ENCODER, np.array([7], np.int32))
     choice = answer.finish(sample(5, reason="length"))
     assert choice.message is not None and choice.message.content == "1" and choice.logprobs is not None
-    assert choice.logprobs.model_dump()["content"] == [
-        {"token": "1", "logprob": -1.0, "bytes": [49], "top_logprobs": []}
-    ]
-    whole = new_reply(asked, "m").model_copy(update={"choices": [choice], "usage": Usage.of(1, 1)})
-    assert ChatReply.model_validate_json(whole.to_json()) == whole
+    assert choice.logprobs["content"] == [{"token": "1", "logprob": -1.0, "bytes": [49], "top_logprobs": []}]
+    whole = Reply.model_validate_json(new_reply(asked, "m").with_choices([choice], usage=Usage.of(1, 1)))
+    assert whole.choices == [choice] and "text" not in choice.model_dump(exclude_unset=True)
     assert (whole.object, new_reply(request, "m").object) == ("chat.completion", "chat.completion.chunk")

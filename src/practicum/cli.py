@@ -5,6 +5,7 @@ Heavy imports wait until needed.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from pathlib import Path
@@ -146,15 +147,16 @@ def serve(
     with errors_as_messages(debug, interrupted="stopped."):
         token = _token_from(token_env)
         from practicum.config import RolloutConfig
-        from practicum.rollout.serving.launch import service_of
-        from practicum.rollout.serving.server import serve_until_told
+        from practicum.rollout.server import serve as serve_model
+        from practicum.rollout.server import service_of
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
         if token is None and host not in ("127.0.0.1", "::1", "localhost"):
             logging.warning("without --token-env whoever reaches %s may ask, and load other weights", host)
         chosen = engine or RolloutConfig().engine
         service = service_of(model, engine=chosen, device=device, dtype=dtype, max_batch=max_batch)
-        serve_until_told(service, lambda url: typer.echo(f"{model} ready at {url}"), host=host, port=port, token=token)
+        ready = f"{model} ready at "
+        asyncio.run(serve_model(service, lambda url: typer.echo(ready + url), host=host, port=port, token=token))
 
 
 @app.command()

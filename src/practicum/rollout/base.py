@@ -1,87 +1,295 @@
-"""What every engine must be able to do: clock in, write, clock out, take new weights.
+"""What every engine does: write answers, take new weights, give its memory back and have it again.
+
+    write, generate ─▶ submit: to the engine, all at once ─▶ sequence.done, as each ends ─▶ samples, finished groups
+    writing()    held by whoever has answers written: one call, one conversation, one request to a server
+    exclusive()  nobody writes in the block: what is under way is finished first, or aborted and gone on with after it
 
 Contract, tested for every engine by tests/rollout/contract.py:
-- Token in, token out. `generate` returns `num_answers` samples per request, in the order of the requests.
-- The answers to a request depend on its prompt, its sampling parameters, its seed and the weights; never on what else
-  is in the batch (up to floating-point order). Engines that draw by themselves (vllm, openai) repeat themselves for
-  the same seed, but need not agree with the others.
+- Token in, token out. The answers to a prompt depend on the prompt, its sampling parameters, seed, the answer's number
+  and the weights; never on what else is in the batch (up to floating-point order). Engines that draw by themselves
+  (vllm, openai) repeat themselves for the same seed, but need not agree with the others.
 - `log_probs` are those of the drawn tokens under `softmax(logits / temperature)`, before top-k and top-p; with
   temperature 0 the largest logit wins and log-probs are those of temperature 1.
 - An answer ends with `stop` after an end-of-text token, one of `stop_token_ids`, or the token that completes one of the
-  texts in `stop`, all of which stay in it; with `length` after `max_new_tokens`; with `abort` where it was broken off.
-- `abort` may be called from another thread: `generate` returns at once, with what there is of each answer. A request
-  made by `going_on` continues an answer, and ends as if it had never been broken off.
+  texts in `stop`, all of which stay in it; with `length` after `max_new_tokens`; with `abort` where it was aborted. One
+  that goes on with an aborted sample ends as if it had never been aborted.
 - `release` gives memory back; after `resume` the engine writes as before. All else needs a resumed engine.
-- After `update_weights` every new token carries the new version; it is not called while answers are written.
+- After `update_weights` every new token carries the new version. Like `release` it is called within `exclusive()`.
 - Bad requests (too long for the model, say) raise `RolloutError` before anything is written.
+- A failure of the engine fails the sequences that it had begun; those that wait are written, and it lives on.
+
+All methods are called on one event loop, so none needs a lock.
 """
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import Sequence as Items
+from contextlib import aclosing, asynccontextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
-from practicum.rollout.inbox import Inbox, Ticket
-from practicum.types import RolloutRequest, Sample
+from practicum.rollout.engine.sequence import Request, Sequence
+from practicum.types import PromptGroup, Sample, Trajectory
 from practicum.weights import WeightUpdate
+
+EXCLUSIVE_TIMEOUT_S = 1800.0
 
 
 class BaseRollout(ABC):
-    eos_ids: Sequence[int]
+    eos_ids: Items[int] = ()
     """The tokens that end a text."""
     takes_adapters: bool = False
     """Whether `update_weights` takes adapters that come alone, where it was made with them; or weights only."""
-    _inbox: Inbox | None = None  # of the `generate` under way
+
+    def __init__(self) -> None:
+        self._open: dict[Sequence, None] = {}  # to be written, in the order of their coming
+        self._under_way: set[Sequence] = set()  # those that the engine has
+        self._num_writing = 0
+        self._turns: deque[_Turn] = deque()  # of those who want the engine exclusively
+        self._watchers: list[asyncio.Future[None]] = []
+
+    # What each engine does
 
     @abstractmethod
-    def resume(self) -> None: ...
-
-    @abstractmethod
-    def release(self) -> None: ...
-
-    @abstractmethod
-    def update_weights(self, update: WeightUpdate) -> None: ...
-
-    @abstractmethod
-    def check(self, request: RolloutRequest) -> None:
+    def check(self, request: Request) -> None:
         """Raise `RolloutError` where it cannot be answered by this engine, whatever else it has to do."""
 
     @abstractmethod
-    def write(self, inbox: Inbox) -> None:
-        """Answer what is in the inbox and what comes meanwhile, until it is over and all is written or broken off.
+    def submit(self, sequences: list[Sequence]) -> None:
+        """Begin with all of them at once; return at once. They have been checked, and have a future `done`.
 
-        Requests have been checked. A failure of the engine itself is raised; tickets with open answers then have none.
+        Its result is the sample; an exception where the engine fails.
         """
 
     @abstractmethod
-    def log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        """Of each token but the first given those before it, at temperature 1: what a fingerprint compares."""
+    def abort_submitted(self, sequences: list[Sequence]) -> None:
+        """End submitted sequences where they are; return at once. Their samples have the finish reason "abort"."""
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> list[Sample]:
-        """The answers to all requests."""
-        for request in requests:
-            self.check(request)
-        self._inbox = inbox = Inbox()
-        answers: list[list[Sample | None]] = [[None] * request.params.num_answers for request in requests]
-        for request, own in zip(requests, answers, strict=True):
-            inbox.put(Ticket(request, own.__setitem__))
-        inbox.close()
-        try:
-            self.write(inbox)
-        finally:
-            self._inbox = None
-        samples = [sample for own in answers for sample in own if sample is not None]
-        assert len(samples) == sum(map(len, answers)), "the engine left answers out"
-        return samples
+    @abstractmethod
+    async def resume(self) -> None: ...
 
-    def abort(self) -> None:
-        """Have a `generate` that is under way return. Does nothing where none is."""
-        inbox = self._inbox
-        if inbox is not None:
-            inbox.abort()
+    @abstractmethod
+    async def release(self) -> None: ...
 
-    def close(self) -> None:  # noqa: B027
+    @abstractmethod
+    async def update_weights(self, update: WeightUpdate) -> None: ...
+
+    @abstractmethod
+    async def log_probs(self, sequences: Items[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        """Return those of each token but the first given the ones before it, at temperature 1: what a fingerprint
+        compares."""
+
+    @property
+    @abstractmethod
+    def num_running(self) -> int:
+        """The number of answers that are being written."""
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of answers that are not begun yet."""
+        return max(0, len(self._open) - self.num_running)
+
+    async def close(self) -> None:  # noqa: B027
         """Give back what outlives the object, such as a server it has started."""
+
+    # What all share
+
+    async def write(self, sequences: Items[Sequence]) -> list[Sample]:
+        """Return the samples of all sequences, in their order. Cancelling it aborts them."""
+        for sequence in sequences:
+            self.check(sequence)
+        samples: dict[Sequence, Sample] = {}
+        async with aclosing(self.written(sequences)) as batches:
+            async for some in batches:
+                samples.update(some)
+        return [samples[sequence] for sequence in sequences]
+
+    async def generate(self, groups: Items[PromptGroup]) -> AsyncGenerator[list[PromptGroup], None]:
+        """Write the trajectories that the groups lack; yield groups as they are finished. Leaving early aborts the
+        rest. A group of which something was aborted comes too, with what there is."""
+        for group in groups:
+            self.check(group)
+        owners: dict[Sequence, tuple[PromptGroup, Trajectory]] = {
+            Sequence.of(group, trajectory): (group, trajectory)
+            for group in groups
+            for trajectory in group.trajectories
+            if not trajectory.is_finished
+        }
+        num_open: dict[PromptGroup, int] = dict.fromkeys(groups, 0)
+        for group, _ in owners.values():
+            num_open[group] += 1
+        if finished := [group for group, num in num_open.items() if not num]:
+            yield finished
+        async with self.writing(), aclosing(self.written(list(owners))) as batches:
+            async for some in batches:
+                finished = []
+                for sequence, sample in some:
+                    group, trajectory = owners[sequence]
+                    trajectory.add(sample)
+                    num_open[group] -= 1
+                    if not num_open[group]:
+                        finished.append(group)
+                if finished:
+                    yield finished
+
+    def generate_all(self, groups: Items[PromptGroup]) -> list[PromptGroup]:
+        """Write all groups and return them in their order, for callers without an event loop."""
+
+        async def generated() -> None:
+            async for _ in self.generate(groups):
+                pass
+
+        asyncio.run(generated())
+        return list(groups)
+
+    def abort(self, sequences: Iterable[Sequence] | None = None) -> None:
+        """End sequences where they are, all of them by default. Does nothing where they have ended."""
+        chosen = [sequence for sequence in (self._open if sequences is None else sequences) if sequence in self._open]
+        for sequence in chosen:
+            sequence.is_aborted = True
+        if submitted := [sequence for sequence in chosen if sequence in self._under_way]:
+            self.abort_submitted(submitted)
+        self._notify()
+
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator[None]:
+        """Keep those who want the engine exclusively waiting until the end of the block; wait for them to begin it.
+
+        It is not entered twice by one task.
+        """
+        await self._until(lambda: not self._turns)
+        self._num_writing += 1
+        try:
+            yield
+        finally:
+            self._num_writing -= 1
+            self._notify()
+
+    @asynccontextmanager
+    async def exclusive(self, *, abort: bool = False, timeout_s: float = EXCLUSIVE_TIMEOUT_S) -> AsyncIterator[None]:
+        """Keep everybody from writing in the block, which begins when nothing is under way.
+
+        New `writing()` blocks wait; those under way are finished first. With `abort` sequences are aborted instead, and
+        `write` goes on with them after the block (partial rollout). The order of several such calls is kept.
+        """
+        turn = _Turn()
+        self._turns.append(turn)
+        try:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._until(lambda: self._turns[0] is turn)
+                    if abort:
+                        turn.holds_sequences = True
+                        for sequence in self._under_way:
+                            sequence.is_paused = True
+                        if self._under_way:
+                            self.abort_submitted(list(self._under_way))
+                    await self._until(lambda: not self._under_way and (abort or not self._num_writing))
+            except TimeoutError:
+                raise TimeoutError(f"the engine was not free within {timeout_s:g} s") from None
+            turn.holds_sequences = True
+            yield
+        finally:
+            self._turns.remove(turn)
+            self._notify()
+
+    async def written(self, sequences: Items[Sequence]) -> AsyncGenerator[list[tuple[Sequence, Sample]], None]:
+        """Submit sequences that have been checked, all at once; yield them with their samples as they end.
+
+        What a pause aborted is submitted again after it. Those that are left when it is closed are aborted, and let go
+        of by the engine. Where the engine fails, what has ended before is yielded first.
+        """
+        came: list[Sequence] = []
+        arrived = asyncio.Event()
+
+        def hear(sequence: Sequence) -> None:
+            self._under_way.discard(sequence)
+            if not sequence.done.cancelled():
+                sequence.done.exception()  # so that it counts as seen where nobody asks any more
+            came.append(sequence)
+            arrived.set()
+            self._notify()
+
+        held = list(sequences)  # not submitted
+
+        def may_go_on() -> bool:
+            return not self._holds_sequences or any(one.is_aborted for one in held)
+
+        self._open.update(dict.fromkeys(held))
+        try:
+            while any(sequence in self._open for sequence in sequences):
+                if held:
+                    await self._until(may_go_on)
+                    if aborted := [one for one in held if one.is_aborted]:
+                        held = [one for one in held if not one.is_aborted]
+                        for one in aborted:
+                            del self._open[one]
+                        yield [(one, aborted_sample(one)) for one in aborted]
+                        continue
+                    for sequence in held:
+                        sequence.is_paused = False
+                        sequence.done = asyncio.get_running_loop().create_future()
+                        sequence.done.add_done_callback(lambda _, sequence=sequence: hear(sequence))  # type: ignore[misc]
+                    self.submit(held)
+                    self._under_way.update(held)
+                    held = []
+                await arrived.wait()
+                arrived.clear()
+                ended = []
+                failure: BaseException | None = None
+                for sequence in came:
+                    if (failure := sequence.done.exception()) is not None:
+                        break
+                    sample = sequence.done.result()
+                    if sample.finish_reason == "abort" and sequence.is_paused and not sequence.is_aborted:
+                        sequence.continue_from(sample)
+                        held.append(sequence)
+                    else:
+                        del self._open[sequence]
+                        ended.append((sequence, sample))
+                came.clear()
+                if ended:
+                    yield ended
+                if failure is not None:
+                    raise failure
+        finally:
+            left = [sequence for sequence in sequences if sequence in self._under_way]
+            self.abort(left)
+            for sequence in sequences:
+                self._open.pop(sequence, None)
+            if left:
+                await asyncio.wait([sequence.done for sequence in left])
+
+    @property
+    def _holds_sequences(self) -> bool:
+        return bool(self._turns) and self._turns[0].holds_sequences
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._watchers.append(watcher)
+            await watcher
+
+    def _notify(self) -> None:
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            if not watcher.done():
+                watcher.set_result(None)
+
+
+class _Turn:
+    """Of somebody who wants the engine exclusively."""
+
+    holds_sequences = False
+
+
+def aborted_sample(sequence: Sequence) -> Sample:
+    """Return what there is of an answer that the engine does not have: what was written before, or nothing."""
+    if sequence.written is not None:
+        return sequence.written
+    return sequence.to_sample(None, 0, "abort")

@@ -1,46 +1,32 @@
-"""Our own engine: transformers' modules, as the trainer has them, with our keys and values and continuous batching.
+"""Our own engine: a scheduler, and a model runner with keys and values in blocks, for CPU or for CUDA.
 
-    inbox ─ take ─▶ pending ─ rows are free ─▶ prefill: prompts end to end in one pass, one pass for all answers to one
-                                                  │      prompt; the first token of each is drawn
-                                                  ▼
-                      ┌──▶ decode: one token for every row ──▶ ended: told, and its row is free ──┐
-                      └────────────────────── between two steps: new, cancelled, aborted ◀────────┘
+    waiting ─ admit: a slot and blocks are free ─▶ prefill: one pass for all answers to one prompt; each has a token
+                                                     │
+           ┌──▶ grow, decode: one token for each ──▶ collect ──▶ ended: the sample leaves, slot and blocks are free
+           └───────────────────────────────────────────┘ between two steps: new sequences, aborts, other commands
 
-Everything that depends on a row alone (random numbers, when it ends) is kept with the row, so an answer does not change
-with what else is in the batch. In hybrid placement the modules' parameters are the trainer's own memory.
+Everything that depends on a sequence alone (random numbers, when it ends) is kept with it, so an answer does not change
+with what else is in the batch. A device may be a step behind: then a sequence that has ended has one more token drawn,
+which is thrown away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-from weakref import WeakMethod
+from collections.abc import Iterable
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from practicum.rollout.answers import written_ids
-from practicum.rollout.continuous import ContinuousRollout
-from practicum.rollout.cpu import speed_up
-from practicum.rollout.inbox import Inbox
-from practicum.rollout.kernels import load_kernels
-from practicum.rollout.kv_cache import Decode, KVCache, Prompts, rounded
-from practicum.rollout.lean import LeanStep
-from practicum.rollout.rows import Pending, Row
-from practicum.rollout.sampling import draw_each
-from practicum.rollout.sleeping import free_bytes, keep_freed_memory
-from practicum.types import FinishReason, RolloutRequest
-from practicum.weights import WeightUpdate
-
-_PREFILL_TOKENS = 8192  # in one pass, so that rows under way do not wait for long
-_CACHE_SHARE = 1 / 3
-_AGREES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+from practicum.rollout.engine.cpu.runner import CpuRunner
+from practicum.rollout.engine.loop import LocalRollout
+from practicum.rollout.engine.model import ModelRunner
+from practicum.rollout.engine.scheduler import Scheduler, in_order
+from practicum.rollout.engine.sequence import Sequence
 
 
-class NativeRollout(ContinuousRollout):
-    """`cache_gb` bounds the memory for keys and values; None: a third of what is free when it is first needed."""
+class NativeRollout(LocalRollout):
+    """`cache_gb` bounds the memory for keys and values; None: a third of what is free when it is first resumed."""
+
+    model: ModelRunner
 
     def __init__(
         self,
@@ -52,244 +38,103 @@ class NativeRollout(ContinuousRollout):
         cache_gb: float | None = None,
         keep_routes: bool = False,
         stays_loaded: bool = False,
+        runner: type[ModelRunner] | None = None,
     ) -> None:
-        super().__init__(
+        model = (runner or CpuRunner)(
             model_path,
             device=device,
             dtype=dtype,
             max_batch=max_batch,
+            cache_gb=cache_gb,
             keep_routes=keep_routes,
             stays_loaded=stays_loaded,
         )
-        self._cache_gb = cache_gb
-        self._cache_bytes = None if cache_gb is None else int(cache_gb * 1e9)
-        self._kernels = load_kernels() if device.type == "cpu" and dtype == torch.float32 else None
-        self._cache = KVCache(self._kernels)
-        self._lean: LeanStep | None = None
-        if device.type == "cpu" and not stays_loaded:  # a trainer beside it has memory of its own to care for
-            keep_freed_memory()
-        self._adopt()
+        super().__init__(model)
+        self._scheduler = Scheduler(
+            max_batch=max_batch,
+            block_size=model.block_size,
+            prefill_tokens=model.prefill_tokens,
+            grow_blocks=model.grow_blocks,
+        )
 
-    def release(self) -> None:
-        self._cache.clear()
-        super().release()
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
 
-    def update_weights(self, update: WeightUpdate) -> None:
-        self._cache.clear()  # of the old weights; spoilt ones may have left there what is no number
-        super().update_weights(update)
+    # In the engine's thread
 
-    def close(self) -> None:
-        self._cache.clear()
-        super().close()
+    def _wake(self) -> None:
+        super()._wake()
+        self._scheduler.reset(self.model.num_blocks)
 
-    def check(self, request: RolloutRequest) -> None:
-        super().check(request)
-        needed = (len(request.prompt_ids) + request.params.max_new_tokens) * self._bytes_per_token
-        if self._cache_gb is not None and needed > self._cache_gb * 1e9:
-            raise self._too_large(f"prompt {request.prompt.id} and its answer", needed, self._cache_gb)
+    @torch.inference_mode()
+    def _step(self) -> None:
+        scheduler, runner = self._scheduler, self.model
+        is_alone = not scheduler.running
+        while groups := scheduler.admit():
+            runner.prefill(groups)
+            for sequence in in_order(groups):
+                sequence.num_launched += 1
+            self._collect(runner.num_behind)
+            if not is_alone:  # those under way do not wait for more than one pass
+                break
+        if not scheduler.running and scheduler.waiting:
+            self._refuse(scheduler.waiting[0])
+        self._collect(runner.num_behind if self._decode() else 0)
 
-    def write(self, inbox: Inbox) -> None:
-        assert self._awake, "generate before resume"
-        try:
-            with torch.inference_mode():
-                while not inbox.is_over or self._pending or self._rows:
-                    self._take_in(inbox)
-                    self._break_off(inbox)
-                    self._admit()
-                    if self._rows:
-                        self._decode()
-        except BaseException:
-            self._cache.clear()  # it may have grown by halves, or hold what is no number
-            raise
-        finally:
-            self._pending.clear()
-            self._rows.clear()
+    def _decode(self) -> bool:
+        """Launch one more token for every sequence that may have one; return whether there are any."""
+        scheduler, runner = self._scheduler, self.model
+        while True:
+            sequences = [one for one in scheduler.running if one.num_tokens + one.num_launched < one.max_tokens]
+            if not sequences:
+                return False
+            grown = scheduler.grow(sequences)
+            if grown is not None:
+                break
+            if runner.num_in_flight:  # sequences may have ended there
+                self._collect(0)
+            else:
+                scheduler.preempt()
+        runner.decode(sequences, grown)
+        for sequence in sequences:
+            sequence.num_launched += 1
+        return True
 
-    # Steps
-
-    def _admit(self) -> None:
-        """Prompts whose answers find room: so many tokens between two steps of those under way."""
-        is_alone = not self._rows
-        while self._pending:
-            chosen: list[tuple[Pending, range]] = []
-            num_tokens = 0
-            num_rows, room = len(self._rows), self._longest()
-            while self._pending:
-                pending = self._pending[0]
-                longest = max(room, pending.most_tokens)
-                num = min(pending.num_left, self._most_rows(longest) - num_rows)
-                if num < 1 or (chosen and num_tokens + pending.num_tokens > _PREFILL_TOKENS):
-                    break
-                chosen.append((pending, range(pending.next_answer, pending.next_answer + num)))
-                num_rows, room, num_tokens = num_rows + num, longest, num_tokens + pending.num_tokens
-                pending.next_answer += num
-                if pending.num_left:
-                    break
-                self._pending.popleft()
-            if not chosen:
-                return
-            self._cache.reserve(num_rows, room, self._most_rows(room))
-            self._prefill(sorted(chosen, key=lambda one: one[0].num_tokens))
-            if not is_alone:
-                return
-
-    def _prefill(self, chosen: Sequence[tuple[Pending, range]]) -> None:
-        """One pass over the prompts; then each answer has a row of its own, and its first token."""
-        first = len(self._rows)
-        starts = [first]
-        for _, answers in chosen:
-            starts.append(starts[-1] + len(answers))
-        ids = [written_ids(pending.ticket.request) for pending, _ in chosen]
-        lengths = [len(one) for one in ids]
-        step = Prompts(lengths, starts[:-1])
-        last = np.cumsum(lengths) - 1
-        logits = self._forward(
-            np.concatenate(ids)[None], np.concatenate([np.arange(n) for n in lengths])[None], step, last
-        )[0]
-        routes = None if self._recorder is None else np.split(self._recorder.take(), np.cumsum(lengths)[:-1])
-        for index, (pending, answers) in enumerate(chosen):
-            for answer in answers:
-                row = Row(pending.ticket, answer, pending.ending, lengths[index])
-                if routes is not None:
-                    row.routes.append(routes[index].copy())
-                if len(self._rows) > starts[index]:
-                    self._cache.copy(starts[index], len(self._rows), lengths[index])
-                self._rows.append(row)
-        each = np.repeat(np.arange(len(chosen)), [len(answers) for _, answers in chosen])
-        self._push(logits[torch.from_numpy(each).to(logits.device)], first)
-
-    def _decode(self) -> None:
-        """One more token for every row."""
-        tokens = np.fromiter((row.tokens[-1] for row in self._rows), np.int64, len(self._rows))
-        positions = np.fromiter((row.length - 1 for row in self._rows), np.int64, len(self._rows))
-        step = Decode(torch.from_numpy(positions).to(self._device), int(positions.max()) + 1)
-        logits = self._forward(tokens[:, None], positions[:, None], step)[:, 0]
-        if self._recorder is not None:
-            for row, own in zip(self._rows, self._recorder.take(), strict=True):
-                row.routes.append(own[None].copy())  # a view would keep those of all rows
-        self._push(logits, 0)
-
-    def _push(self, logits: Tensor, first: int) -> None:
-        """Draw a token for each row from `first` on, and let those go that have ended."""
-        rows = self._rows[first:]
-        uniform = torch.from_numpy(np.fromiter((row.uniform() for row in rows), np.float32, len(rows)))
-        tokens, log_probs = draw_each(logits, uniform.to(logits.device), [row.ticket.request.params for row in rows])
+    def _collect(self, num_in_flight: int) -> None:
+        """Take in what was drawn, until no more than so many launches are in flight."""
         ended = []
-        for index, (row, token, log_prob) in enumerate(zip(rows, tokens, log_probs, strict=True), first):
-            reason = row.push(token, log_prob)
-            if reason is not None:
-                ended.append((index, reason))
-        for index, reason in reversed(ended):
-            self._end(index, reason)
+        while self.model.num_in_flight > num_in_flight:
+            for sequence, token, log_prob in self.model.collect():
+                sequence.num_launched -= 1
+                if sequence.finish_reason is None and self._push(sequence, token, log_prob):
+                    ended.append(sequence)
+        self._finish(self._scheduler.remove(ended))
 
-    def _end(self, index: int, reason: FinishReason) -> None:
-        row, last = self._rows[index], self._rows.pop()
-        if row is not last:
-            self._cache.copy(len(self._rows), index, last.length)
-            self._rows[index] = last
-        self._tell(row, reason)
+    def _refuse(self, sequence: Sequence) -> None:
+        """There are fewer blocks than when it was checked."""
+        scheduler = self._scheduler
+        if (needed := scheduler.blocks_for(sequence.num_tokens + 1)) > scheduler.num_blocks:
+            num_bytes = self.model.block_bytes
+            what = f"prompt {sequence.prompt.id} and its answer, let in when there was more memory,"
+            error = self.model.too_large(what, needed * num_bytes, scheduler.num_blocks * num_bytes / 1e9)
+            self._fail(scheduler.remove([sequence]), error)
 
-    def _forward(
-        self,
-        tokens: NDArray[np.integer[Any]],
-        positions: NDArray[np.integer[Any]],
-        step: Prompts | Decode,
-        keep: NDArray[np.integer[Any]] | None = None,
-    ) -> Tensor:
-        """Logits [rows, tokens, vocabulary] of tokens [rows, tokens], or only those that `keep` names."""
-        self._cache.step = step
-        if self._lean is not None and isinstance(step, Decode):
-            return self._lean(torch.from_numpy(tokens.astype(np.int64)), step)
-        only = {} if keep is None else {"logits_to_keep": torch.from_numpy(keep).to(self._device)}
-        logits: Tensor = self._model(
-            input_ids=torch.from_numpy(tokens.astype(np.int64)).to(self._device),
-            position_ids=torch.from_numpy(positions.astype(np.int64)).to(self._device),
-            past_key_values=self._cache,
-            use_cache=True,
-            **only,
-        ).logits
-        return logits
+    def _add(self, sequences: list[Sequence]) -> None:
+        self._scheduler.add(sequences)
 
-    def _logits(self, tokens: Tensor) -> Tensor:
-        ids = tokens.cpu().numpy()
-        logits = self._forward(ids[None], np.arange(len(ids))[None], Prompts([len(ids)], None))[0]
-        if self._recorder is not None:
-            self._recorder.take()
-        return logits
+    def _remove(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        self._collect(0)  # what is in flight must not be taken for tokens of what may be submitted again
+        return self._scheduler.remove(list(sequences))
 
-    # Room
+    def _reset(self) -> list[Sequence]:
+        self.model.reset()
+        return self._scheduler.reset(self.model.num_blocks)
 
-    def _longest(self) -> int:
-        return max((row.most_tokens for row in self._rows), default=1)
+    @property
+    def _waiting(self) -> list[Sequence]:
+        return list(self._scheduler.waiting)
 
-    def _most_rows(self, room: int) -> int:
-        """Rows that the memory holds when each has room for so many tokens. One always fits, by `check`."""
-        if self._cache_bytes is None:
-            self._cache_bytes = int(free_bytes(self._device) * _CACHE_SHARE)
-        return max(1, min(self._max_batch, self._cache_bytes // (rounded(room) * self._bytes_per_token)))
-
-    # Which models
-
-    def _adopt(self) -> None:
-        """Make the model use our cache and attention; refuse one that does not compute the same with them."""
-        from transformers import AttentionInterface, AttentionMaskInterface
-
-        model = self._model
-        ids = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, 9)
-        with torch.inference_mode():
-            expected = model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].float().log_softmax(-1)
-            name = f"practicum-{id(self)}"
-            attend = WeakMethod(self._cache.attend)  # transformers' table outlives us
-            AttentionInterface.register(name, lambda *args, **kwargs: attend()(*args, **kwargs))  # type: ignore[misc]
-            AttentionMaskInterface.register(name, _no_mask)
-            device, self._device = self._device, torch.device("cpu")  # where the model was loaded
-            try:
-                if device.type == "cpu":
-                    speed_up(model, self._kernels)
-                model.set_attn_implementation(name)
-                got = self._trial(ids)
-                difference = float((got - expected).abs().max())
-                self._try_lean(ids, expected)
-            except Exception as error:  # whatever a family that does other things may raise
-                raise self._unsupported(f"{type(error).__name__}: {error}") from error
-            finally:
-                self._device = device
-        self._bytes_per_token = self._cache.bytes_per_token
-        self._cache.clear()
-        if self._recorder is not None:
-            self._recorder.take()
-        if not difference < _AGREES[model.dtype]:
-            raise self._unsupported(f"its log-probs come out different, by {difference:.2g}")
-        self._check_windows(model.config.get_text_config())
-
-    def _try_lean(self, ids: NDArray[np.int64], expected: Tensor) -> None:
-        """From now on decode past transformers' forward, if the model computes the same so."""
-        if self._kernels is not None:
-            self._lean = LeanStep.of(self._model, self._kernels, self._cache)
-        if self._lean is not None and not float((self._trial(ids) - expected).abs().max()) < _AGREES[torch.float32]:
-            self._lean = None
-
-    def _check_windows(self, config: Any) -> None:
-        """A window that is longer than what was tried out must come to our attention, and not through a mask."""
-        kinds = set(getattr(config, "layer_types", None) or ())
-        if kinds - {"full_attention", "sliding_attention"}:
-            raise self._unsupported(f"its layers attend in other ways: {', '.join(sorted(kinds))}")
-        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-        has_window = "sliding_attention" in kinds if kinds else bool(window)
-        if has_window and window not in self._cache.windows:
-            raise self._unsupported(f"its sliding window of {window} is known to its masks alone")
-
-    def _trial(self, ids: NDArray[np.int64]) -> Tensor:
-        """Log-probs of a sequence of which the last tokens are decoded one by one, beside another row."""
-        self._cache.reserve(2, len(ids), most_rows=2)
-        short = np.concatenate([ids[:5], ids[:3]])[None], np.concatenate([np.arange(5), np.arange(3)])[None]
-        parts = [self._forward(*short, Prompts([5, 3], [0, 1]))[0, :5]]
-        for at in range(5, len(ids)):
-            positions = np.array([at, at - 2])
-            step = Decode(torch.from_numpy(positions), at + 1)
-            parts.append(self._forward(ids[positions][:, None], positions[:, None], step)[0])
-        return torch.cat(parts).float().log_softmax(-1)
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Attention knows by itself what a token may see."""
+    @property
+    def _has_work(self) -> bool:
+        return self._scheduler.has_work  # a launch of none but ended sequences may be in flight

@@ -1,0 +1,248 @@
+"""The loop of an engine in this process: one thread that writes, one queue of commands to it, one stream of results.
+
+event loop                        the engine's thread
+submit, abort, resume, … ──────▶ queue ─▶ between two steps
+                                    step: schedule ─▶ run ─▶ finish
+futures, on_tokens ◀── one call_soon_threadsafe for all that a step has brought
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from practicum.errors import RolloutError
+from practicum.rollout.base import BaseRollout
+from practicum.rollout.engine.model import EngineModel
+from practicum.rollout.engine.sequence import Request, Sequence
+from practicum.types import FinishReason, Sample
+from practicum.weights import WeightUpdate
+
+T = TypeVar("T")
+_Command = Callable[[], None]
+_Result = tuple[Sequence, "asyncio.Future[Sample]", "Sample | BaseException | tuple[list[int], list[float]]"]
+
+
+class LocalRollout(BaseRollout):
+    """An engine that writes with a model in this process, on a thread of its own that starts with the first command."""
+
+    def __init__(self, model: EngineModel) -> None:
+        super().__init__()
+        self.model = model
+        self.eos_ids = model.eos_ids
+        self._is_awake = self._is_closed = False
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._results: list[_Result] = []
+        self._thread: threading.Thread | None = None
+
+    # On the event loop
+
+    def check(self, request: Request) -> None:
+        self.model.check(request)
+
+    def submit(self, sequences: list[Sequence]) -> None:
+        if self._is_closed:
+            raise RolloutError("the engine has been closed")
+        assert self._is_awake, "generate before resume"
+        self._put(partial(self._begin, sequences))
+
+    def abort_submitted(self, sequences: list[Sequence]) -> None:
+        self._put(partial(self._abort, sequences))
+
+    async def resume(self) -> None:
+        if not self._is_awake:
+            await self._call(self._wake)
+            self._is_awake = True
+
+    async def release(self) -> None:
+        self._is_awake = False
+        await self._call(self._sleep)
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        await self._call(partial(self._load, update))
+
+    async def log_probs(self, sequences: Items[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        assert self._is_awake, "log_probs before resume"
+        return await self._call(partial(self.model.log_probs, sequences))
+
+    async def close(self) -> None:
+        """Give all memory back. What is under way fails."""
+        if not self._is_closed:
+            self._is_closed = True
+            await self._call(self._shut)
+            self._commands.put(None)
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Run it in the engine's thread, between two steps."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[T] = loop.create_future()
+
+        def resolve(value: T | None, error: BaseException | None) -> None:
+            if result.done():
+                return
+            if error is not None:
+                result.set_exception(error)
+            else:
+                result.set_result(value)  # type: ignore[arg-type]
+
+        def command() -> None:
+            try:
+                outcome = function(), None
+            except BaseException as error:
+                outcome = None, error  # type: ignore[assignment]
+            _call_soon(loop, resolve, *outcome)
+
+        self._put(command)
+        return await result
+
+    def _put(self, command: _Command) -> None:
+        if self._thread is None:
+            # It ends with the object: it holds no reference to it while there is nothing to do.
+            weakref.finalize(self, self._commands.put, None)
+            self._thread = threading.Thread(
+                target=_run, args=(weakref.ref(self), self._commands), name="practicum-engine", daemon=True
+            )
+            self._thread.start()
+        self._commands.put(command)
+
+    # In the engine's thread
+
+    def _work(self, command: _Command) -> None:
+        """Do what a command asks for, and write until there is nothing to write."""
+        command()
+        self._deliver()
+        while self._has_work:
+            self._poll()
+            try:
+                self._step()
+            except Exception as error:  # whatever a model may raise: who waits hears of it, and the engine lives on
+                self._fail(self._reset(), error)
+            self._deliver()
+
+    def _poll(self) -> None:
+        """Do what was asked for since the last step."""
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is None:  # closed: for the thread to see when it has nothing to do
+                self._commands.put(None)
+                return
+            command()
+
+    def _begin(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            sequence.begin(self.eos_ids, self.model.tokenizer)
+        self._add(sequences)
+
+    def _abort(self, sequences: list[Sequence]) -> None:
+        self._finish(self._remove(sequences), "abort")
+
+    def _wake(self) -> None:
+        self.model.wake()
+
+    def _sleep(self) -> None:
+        assert not self._has_work, "release while answers are written"
+        self.model.sleep()
+
+    def _load(self, update: WeightUpdate) -> None:
+        assert not self._has_work, "update_weights while answers are written"
+        self.model.load_weights(update)
+
+    def _shut(self) -> None:
+        self._fail([*self._reset(), *self._remove(self._waiting)], RolloutError("the engine has been closed"))
+        self.model.close()
+        self._deliver()
+
+    @abstractmethod
+    def _add(self, sequences: list[Sequence]) -> None:
+        """They wait to be begun."""
+
+    @abstractmethod
+    def _remove(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Stop writing them where they are; return those that were written or waiting."""
+
+    @abstractmethod
+    def _step(self) -> None:
+        """Bring everything under way a token or more forward."""
+
+    @abstractmethod
+    def _reset(self) -> list[Sequence]:
+        """Stop writing, after a failure; return what was begun."""
+
+    @property
+    @abstractmethod
+    def _has_work(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def _waiting(self) -> list[Sequence]: ...
+
+    def _push(self, sequence: Sequence, token: int, log_prob: float) -> bool:
+        """Append a token; return whether the answer ends with it."""
+        ends = sequence.push(token, log_prob) is not None
+        if sequence.on_tokens is not None:
+            self._results.append((sequence, sequence.done, ([token], [log_prob])))
+        return ends
+
+    def _finish(self, sequences: Iterable[Sequence], reason: FinishReason | None = None) -> None:
+        shape = self.model.router_shape
+        for sequence in sequences:
+            routes = None if shape is None else sequence.routed_experts(shape)
+            sample = sequence.to_sample(self.model.tokenizer, self.model.version, reason, routes)
+            sequence.finish_reason = sample.finish_reason
+            self._results.append((sequence, sequence.done, sample))
+
+    def _fail(self, sequences: Iterable[Sequence], error: Exception) -> None:
+        self._results += [(sequence, sequence.done, error) for sequence in sequences]
+
+    def _deliver(self) -> None:
+        """Let the event loop know what there is."""
+        if not self._results:
+            return
+        results, self._results = self._results, []
+        loops = {done.get_loop() for _, done, _ in results}
+        for loop in loops:
+            own = results if len(loops) == 1 else [result for result in results if result[1].get_loop() is loop]
+            _call_soon(loop, _resolve, own)
+
+
+def _run(engine: weakref.ref[LocalRollout], commands: queue.SimpleQueue[_Command | None]) -> None:
+    while (command := commands.get()) is not None:
+        own = engine()
+        if own is None:
+            return
+        own._work(command)
+        del own, command
+
+
+def _resolve(results: list[_Result]) -> None:
+    for sequence, done, result in results:
+        if done.done():
+            continue
+        if isinstance(result, Sample):
+            done.set_result(result)
+        elif isinstance(result, BaseException):
+            done.set_exception(result)
+        else:
+            assert sequence.on_tokens is not None
+            try:
+                sequence.on_tokens(*result)
+            except Exception as error:  # the caller's own: it ends what the caller waits for, and nobody else's
+                done.set_exception(error)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:
+    try:
+        loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise  # otherwise nobody waits any more

@@ -357,6 +357,10 @@ def opened(
             contestant.dismiss()
 
 
+def cpu_environment(threads: int) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
 def take_turns(contestants: Sequence[Contestant], plan: Plan, case: str | None = None) -> dict[str, Tally]:
     """Let contestants that are ready take turns, at one case where they have several; they stay ready."""
     for contestant in contestants if plan.warmup_steps else ():

@@ -218,4 +218,3 @@ def test_prompts_that_teach_nothing_give_way_and_the_run_can_be_resumed(
             steps.close()  # type: ignore[attr-defined]
     again = rows(make_config(*told, f"trainer.run_dir={tmp_path / 'parts'}", "resume=auto"))
     assert timeless(again) == timeless(found)
-

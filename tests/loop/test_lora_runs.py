@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from practicum.loop.writers import writer_problems
 
 from practicum import Config, Trainer
 from practicum.errors import CheckpointError, ConfigError, ModelError
 from practicum.loop.explain import explanation
 from practicum.loop.run_folder import read_metrics
-from practicum.loop.writers import writer_problems
 from practicum.models import load_model
 from tests.loop.test_trainer import timeless, weights
 

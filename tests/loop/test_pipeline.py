@@ -27,7 +27,7 @@ from practicum.loop.pipeline import (
     StepBatch,
 )
 from practicum.loop.run_folder import read_metrics
-from practicum.reward import GradingReport
+from practicum.reward.report import GradingReport
 from practicum.types import Prompt, PromptGroup, SamplingParams, Score
 from tests.rollout import talks
 from tests.samples import make_sample

@@ -33,7 +33,8 @@ from practicum.config import Config
 from practicum.data import ShuffledStream
 from practicum.loop.advantages import has_signal
 from practicum.loop.metrics import Stopwatch
-from practicum.reward import GradingReport, RewardLoopManager
+from practicum.reward.manager import RewardLoopManager
+from practicum.reward.report import GradingReport
 from practicum.rollout.manager import RolloutManager
 from practicum.types import Prompt, PromptGroup, SamplingParams, Trajectory
 

@@ -37,6 +37,7 @@ from practicum.replay import find_routers
 from practicum.reward.router import Router
 from practicum.rollout.engines import EngineSettings
 from practicum.rollout.manager import RolloutManager
+from practicum.rollout.openai import server_address
 from practicum.rollout.placement import (
     ReplicaSettings,
     engine_problems,
@@ -44,7 +45,6 @@ from practicum.rollout.placement import (
     open_replicas,
     room_problems,
 )
-from practicum.rollout.openai import server_address
 from practicum.rollout.vllm.engine import LORA_RANKS
 from practicum.rollout.worker import RolloutWorker
 from practicum.train import ActorWorker, CriticWorker, ReferenceWorker

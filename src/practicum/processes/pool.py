@@ -24,7 +24,6 @@ from practicum.processes.link import Line, ServerLink
 from practicum.processes.wire import packed
 from practicum.processes.work import Limits, Work
 
-
 _MOST_LOSSES = 3
 _MOST_SERVER_STARTS = 5
 _CANCEL_GRACE_S = 1.0

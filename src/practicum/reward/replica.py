@@ -31,10 +31,9 @@ from practicum.models import (
     resolve_device,
 )
 from practicum.rollout.engines import EngineSettings
-from practicum.rollout.serving import ModelServer, Service
-from practicum.rollout.serving.launch import classify_service, writing_service
-from practicum.rollout.serving.texts import Limit
-from practicum.rollout.sleeping import gigabytes, total_bytes
+from practicum.rollout.server import ModelServer, Service, classification_service, generation_service
+from practicum.rollout.server.encoder import Limit
+from practicum.rollout.engine.sleep import gigabytes, total_bytes
 
 _MOST_ANSWERS = 512  # that a judge writes at a time; max_batch_tokens is the narrower limit
 # A replica answers this even in the middle of a forward pass: one that does not is gone or hangs.
@@ -123,8 +122,8 @@ def _service_of(config: RewardModelConfig, device: str) -> Service:
     """Make what answers requests. Any name of the model will do: there is only the one."""
     path, dtype, most = config.path, config.dtype, config.max_batch_tokens
     if config.kind == "classifier":
-        return classify_service(path, device=device, dtype=dtype, max_batch_tokens=most)
-    return writing_service(
+        return classification_service(path, device=device, dtype=dtype, max_batch_tokens=most)
+    return generation_service(
         EngineSettings("hf", path, device=device, dtype=dtype, max_batch=_MOST_ANSWERS, max_batch_tokens=most),
         limits=[Limit(most, "max_batch_tokens of the reward model")],
     )

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-
 from practicum.rollout.serving.classifier import Classifier
 from practicum.rollout.serving.classify import ClassifyService
 from practicum.rollout.serving.server import ModelServer
+
 from tests.rollout.server.models import ask
 
 CHAT = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from practicum.demo.arithmetic import make_tokenizer
-from practicum.rollout.server.errors import BadRequest
 from practicum.rollout.server.encoder import Encoder, Limit
+from practicum.rollout.server.errors import BadRequest
 
 CHAT = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from practicum.rollout.inbox import Inbox, Ticket
+from practicum.rollout.runner import EngineRunner, Order
 
 from practicum.errors import RolloutError
 from practicum.models import load_tokenizer
-from practicum.rollout.inbox import Inbox, Ticket
 from practicum.rollout.remote.openai import OpenAIRollout
-from practicum.rollout.runner import EngineRunner, Order
 from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams
 from tests.rollout.fake_completions import EOS, FakeServer, log_softmax
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from practicum.rollout.inbox import Inbox, Ticket
 
 from practicum.adapters import LoneAdapters, LoraSettings, adapters_alone, adapters_of
 from practicum.errors import RolloutError
 from practicum.models import load_model
-from practicum.rollout.inbox import Inbox, Ticket
 from practicum.rollout.remote.folders import write_folder
 from practicum.rollout.remote.vllm import VllmRollout
 from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams

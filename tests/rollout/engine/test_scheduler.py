@@ -178,8 +178,7 @@ def test_all_are_written_whatever_happens_and_every_block_has_its_holders(
     grow_blocks: int,
     moves: list[int],
 ) -> None:
-    """As the engine's loop goes, with sequences that end early, are aborted, and come in meanwhile; with a device that is
-    so many launches behind."""
+    """As the engine's loop goes, with sequences that are aborted and come in meanwhile, and a device so far behind."""
     own = scheduler(num_blocks, max_batch, prefill_tokens=16, grow_blocks=grow_blocks)
     expected = [sequence for prompt, num, max_new in asked for sequence in answers(prompt, num, max_new)]
     coming, ended, aborted = list(expected), [], []

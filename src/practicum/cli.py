@@ -88,7 +88,7 @@ def explain(config_file: ConfigFile, overrides: Overrides = None, debug: Debug =
 def router(
     worker: Annotated[list[str] | None, typer.Option(help="A worker's URL; once for each.", metavar="URL")] = None,
     policy: Annotated[
-        str, typer.Option(help="Who gets a request: expected_finish, least_requests, round_robin, …")
+        str, typer.Option(help="Which worker gets a request: expected_finish, least_requests, round_robin, …")
     ] = "expected_finish",
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen at; 0 takes a free one.")] = 8000,
@@ -106,7 +106,7 @@ def router(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """One HTTP address in front of many workers. Stops by finishing what it has begun."""
+    """One HTTP address in front of many workers. A signal stops it after the requests under way."""
     with errors_as_messages(debug, interrupted="stopped."):
         from practicum.reward.router import Router
         from practicum.reward.router.settings import parse_settings

@@ -33,7 +33,8 @@ from practicum.config import Config
 from practicum.data import ShuffledStream
 from practicum.loop.advantages import has_signal
 from practicum.loop.metrics import Stopwatch
-from practicum.reward import GradingReport, RewardLoopManager
+from practicum.reward.manager import RewardLoopManager
+from practicum.reward.report import GradingReport
 from practicum.rollout.manager import RolloutManager
 from practicum.types import Prompt, PromptGroup, SamplingParams, Trajectory
 
@@ -57,7 +58,7 @@ class StepBatch:
 
     @property
     def num_resampled(self) -> int:
-        return sum(group is not first for group, first in zip(self.groups, self.drawn, strict=True))
+        return len({group.id for group in self.groups} - {group.id for group in self.drawn})
 
     @property
     def num_tokens(self) -> int:
@@ -192,19 +193,18 @@ class Pipeline:
         """Make the batch of a step. Its prompts come after those of the batches that began before."""
         config = self._config
         self._prompts.forget(step - 1 - config.trainer.staleness)
-        drawn = self._draw(config.data.prompts_per_step, step)
+        groups = drawn = written = self._draw(config.data.prompts_per_step, step)
         report = await self._answer(drawn, step, watch)
-        groups, written = list(drawn), list(drawn)
         for attempt in range(1, config.algorithm.resampling_rounds + 1):
-            without = [i for i, group in enumerate(groups) if not has_signal(group, config.reward.on_failure)]
+            without = [group for group in groups if not has_signal(group, config.reward.on_failure)]
             if not without:
                 break
             others = self._draw(len(without), step, attempt=attempt, first=len(written))
             await self._answer(others, step, watch)
-            written += others
-            useful = (group for group in others if has_signal(group, config.reward.on_failure))
-            for i, other in zip(without, useful, strict=False):
-                groups[i] = other
+            written = written + others
+            useful = [group for group in others if has_signal(group, config.reward.on_failure)]
+            replaced = {group.id for group in without[: len(useful)]}
+            groups = [group for group in groups if group.id not in replaced] + useful
         if config.algorithm.advantage == "remax":
             await self._add_baselines(groups, step, watch)
         return StepBatch(groups, drawn, written, report)

@@ -37,6 +37,7 @@ from practicum.replay import find_routers
 from practicum.reward.router import Router
 from practicum.rollout.engines import EngineSettings
 from practicum.rollout.manager import RolloutManager
+from practicum.rollout.openai import server_address
 from practicum.rollout.placement import (
     ReplicaSettings,
     engine_problems,
@@ -44,8 +45,7 @@ from practicum.rollout.placement import (
     open_replicas,
     room_problems,
 )
-from practicum.rollout.remote.openai import server_address
-from practicum.rollout.remote.vllm import LORA_RANKS
+from practicum.rollout.vllm.engine import LORA_RANKS
 from practicum.rollout.worker import RolloutWorker
 from practicum.train import ActorWorker, CriticWorker, ReferenceWorker
 from practicum.weights import ChannelSettings, Place, Ticket, channel_timeout_s, choose

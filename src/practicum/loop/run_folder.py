@@ -46,7 +46,7 @@ _CANNOT_CHANGE = {
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Where a run stands after a step: all that is not in the model and the optimizer."""
+    """The state of a run after a step: all that is not in the model and the optimizer."""
 
     step: int
     data_position: int
@@ -76,7 +76,7 @@ class Checkpoint:
 
 
 class RunFolder:
-    """Opened by one process at a time; a second one is refused."""
+    """A run folder, opened by one process at a time; a second one is refused."""
 
     def __init__(self, config: Config) -> None:
         self.path = Path(config.trainer.run_dir)
@@ -99,7 +99,7 @@ class RunFolder:
         self._lock.close()
 
     def _prepare(self, config: Config) -> Checkpoint | None:
-        """The checkpoint to go on from, or None to start at the beginning."""
+        """Return the checkpoint to resume from, or None to start at the beginning."""
         saved = self.path / "config.yaml"
         # A run that never took a step, because it could not start, is nothing to protect.
         if config.resume == "never" and (self._checkpoints() or read_metrics(self.path)):
@@ -138,7 +138,7 @@ class RunFolder:
         write_durably(self.path / "metrics.jsonl", "".join(kept))
 
     def _find_best(self) -> None:
-        """Of the checkpoints that are there: a kill may have come before the mark, or the metric may be another now."""
+        """Find the best checkpoint: a kill may have come before the mark, or the metric may be another now."""
         there = {path.name for path in self._checkpoints()}
         for row in read_metrics(self.path):
             if checkpoint_name(row["step"]) in there and self.is_best(row):
@@ -146,7 +146,8 @@ class RunFolder:
         self._mark_best()
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
-        """Whether these are better than those of any checkpoint so far. Of equals the first is the best."""
+        """Return whether these are better than the metrics of any checkpoint so far. Of equals the first is the
+        best."""
         if self._best_by is None or self._best_by not in metrics:
             return False
         return self.best is None or metrics[self._best_by] > self.best.value
@@ -223,7 +224,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def read_best(run_dir: Path) -> Best | None:
-    """The checkpoint that a run has marked as its best, if it has."""
+    """Return the checkpoint that a run has marked as its best, if any."""
     path = run_dir / _BEST
     return Best(**json.loads(path.read_text())) if path.exists() else None
 
@@ -245,7 +246,7 @@ def lock_folder(path: Path) -> IO[str]:
 
 
 def _changes(saved: Path, config: Config) -> list[str]:
-    """What the config to go on with says differently from the one the run was started with."""
+    """Return how the config to resume with differs from the one the run was started with; refuse what cannot change."""
     try:
         before = Config.load(saved)
     except ConfigError as error:  # from a version with other keys
@@ -275,7 +276,7 @@ def question(prompt: Prompt) -> str:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """All whole lines of a run's metrics; a last line cut short by a kill is left out."""
+    """Return all whole lines of a run's metrics; a last line cut short by a kill is left out."""
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         return []
@@ -290,7 +291,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_validation(run_dir: Path, step: int) -> list[dict[str, Any]]:
-    """The questions and answers kept of a validation; none if there was none at that step."""
+    """Return the questions and answers kept of a validation; none if there was none at that step."""
     path = run_dir / "validation" / f"step-{step:06d}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -31,9 +31,10 @@ from practicum.loop.run_folder import RunFolder, RunState
 from practicum.loop.settings import check_lora
 from practicum.loop.trackers import check_trackers, open_trackers
 from practicum.loop.validation import check_keep_best, validation_metrics
-from practicum.models import absolute, encode_prompts, load_config, load_tokenizer, other_words
+from practicum.models import absolute, encode_prompts, load_config, load_tokenizer, vocabulary_conflicts
 from practicum.replay import Recording
-from practicum.reward import Progress, check_reward, open_reward_centre
+from practicum.reward.centre import check_reward, open_reward_centre
+from practicum.reward.report import Progress
 from practicum.rollout.agent.tools import describe_tools
 from practicum.types import Trajectory
 
@@ -77,7 +78,7 @@ class Trainer:
         """Run the training, one report a step. Leaving the loop early ends all processes."""
         return iterate(self._steps())
 
-    async def _steps(self) -> AsyncIterator[StepReport]:
+    async def _steps(self) -> AsyncGenerator[StepReport, None]:
         async with AsyncExitStack() as stack:
             folder = RunFolder(self.config)
             stack.callback(folder.close)
@@ -266,7 +267,7 @@ def _check_models(config: Config, model_config: Any, tokenizer: Any) -> None:
         if path is not None:
             try:
                 own, other = (c.get_text_config().vocab_size for c in (model_config, load_config(path)))
-                others = other_words(tokenizer, path)
+                others = vocabulary_conflicts(tokenizer, path)
             except ModelError as error:
                 raise ModelError(f"{key}={path}: {error}") from error
             if own != other:

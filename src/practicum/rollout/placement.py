@@ -171,7 +171,7 @@ def engine_problems(config: RolloutConfig, *, runs_here: bool) -> list[str]:
     as what a cluster has free, is left to the start.
     """
     if config.engine == "vllm" and runs_here:
-        from practicum.rollout.remote.vllm import check_installed
+        from practicum.rollout.vllm.engine import check_installed
 
         try:
             check_installed(config.vllm.python, in_process=config.vllm.in_process)
@@ -205,7 +205,7 @@ def room_problems(config: RolloutConfig, *, num_places: int, num_free: int | Non
 
 
 def _server_problems(config: RolloutConfig) -> list[str]:
-    from practicum.rollout.remote.openai import api_key, server_address
+    from practicum.rollout.openai import api_key, server_address
 
     try:
         servers = [server_address(server) for server in config.openai.servers]

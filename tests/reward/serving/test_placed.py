@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from practicum.config import RewardModelConfig
-from practicum.controller import RayClassWithInitArgs
 from practicum.reward.serving.placed import PlacedReplica
 from practicum.reward.serving.replica import RewardModelReplica
+
+from practicum.config import RewardModelConfig
+from practicum.controller import RayClassWithInitArgs
 from tests.rollout.server.models import ask
 
 

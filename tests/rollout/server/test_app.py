@@ -358,3 +358,19 @@ def test_figures_add_up() -> None:
         assert line in told
     assert "practicum_server_running 3.0" in metrics.text().decode()
     assert "practicum_server_running" not in Metrics().text().decode()  # each has its own
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"{", r"the body is not JSON: "),
+        (b"\xff", r"the body is not JSON: "),
+        (b"[" * 100_000, r"the body is not JSON: "),
+        (b"[]", r"valid dictionary"),
+        (b"{}", r"give either prompt or messages"),
+    ],
+    ids=["cut off", "no text", "too deep", "a list", "incomplete"],
+)
+def test_what_cannot_be_read_says_why(start: Callable[..., str], data: bytes, message: str) -> None:
+    status, told = ask(start(FakeClassifier()), "/tokenize", data)
+    assert status == 400 and message in told["error"]["message"]

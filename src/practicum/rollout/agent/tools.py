@@ -24,7 +24,6 @@ import json
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -348,5 +347,6 @@ def describe_tools(specs: Sequence[str]) -> list[ToolDescription]:
 
     if not specs:
         return []
-    with ThreadPoolExecutor(1) as thread:  # a notebook has a loop of its own in this one
-        return thread.submit(asyncio.run, ask()).result()
+    from practicum.controller.loop import run_sync  # not for the processes of tools, which import this file
+
+    return run_sync(ask())

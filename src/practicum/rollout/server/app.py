@@ -67,7 +67,7 @@ class ModelServer:
         app.add_routes([
             *(web.post(path, self._ask if path in service.handlers else self._refuse) for path in _PATHS),
             web.post("/tokenize", self._tokenize),
-            web.post("/detokenize", self._detokenize),
+            web.post("/detokenize", self._tokenize),
             web.post("/sleep", self._sleep),
             web.post("/wake_up", self._wake_up),
             web.get("/health", self._health),
@@ -177,10 +177,8 @@ class ModelServer:
         raise BadRequest(f"{self._service.name} does not answer {request.path}: ask it at POST {paths}.")
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response(await self._service.tokenize(await request.read()))
-
-    async def _detokenize(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response(await self._service.detokenize(await request.read()))
+        convert = self._service.tokenize if request.path == "/tokenize" else self._service.detokenize
+        return web.json_response(await self._service.in_encoder(convert, await request.read()))
 
     async def _sleep(self, request: web.Request) -> web.StreamResponse:
         await self.sleep(_SLEEP_S)

@@ -216,7 +216,7 @@ class GenerationService(Service):
                 async for some in written:
                     for sequence, sample in some:
                         if sample.finish_reason == "abort":
-                            raise Unavailable("the answer was broken off: the server is about to end.")
+                            raise Unavailable("the answer was aborted: the server is about to end.")
                         events.put_nowait(_Event(index[sequence], [], [], sample))
 
         writing = asyncio.create_task(write())

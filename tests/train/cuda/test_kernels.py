@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 
 from tests.rollout.cuda.kernels import DEVICE, random
 
-from practicum.train.cuda.kernels import gated, look, slope, turned  # isort: skip
+from practicum.train.cuda.kernels import gated, log_probs_and_entropies, logits_grad, turned  # isort: skip
 
 
 def grads_of(out: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -42,13 +42,13 @@ def test_log_probs_and_entropies(learns: bool) -> None:
     log_probs = (logits / 0.7).log_softmax(-1)
     chosen = log_probs.gather(1, targets[:, None])[:, 0]
     entropies = -(log_probs.exp() * log_probs).sum(-1)
-    normals, ours, own_entropies = look(logits.detach(), targets, 0.7)
+    logsumexps, ours, own_entropies = log_probs_and_entropies(logits.detach(), targets, 0.7)
     assert torch.allclose(ours, chosen, atol=1e-4)
     assert torch.allclose(own_entropies, entropies, atol=1e-4)
     weights: Any = random(6), random(6) * 0.5
     loss = (chosen * weights[0]).sum() + ((entropies * weights[1]).sum() if learns else 0)
     (expected,) = torch.autograd.grad(loss, logits)
-    found = slope(
-        logits.detach().clone(), targets, normals, own_entropies, weights[0], weights[1] if learns else None, 0.7
+    found = logits_grad(
+        logits.detach().clone(), targets, logsumexps, own_entropies, weights[0], weights[1] if learns else None, 0.7
     )  # fmt: skip
     assert torch.allclose(found, expected, atol=1e-5)

@@ -11,7 +11,7 @@ _LEAST_CAPABILITY = 8  # of what flash attention runs on
 
 
 def speed_up(model: Any, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the model computes with fast layers from now on: its passes must then be given `spans_of` positions."""
+    """Use fast layers where they fit; return whether they do: passes must then be given `spans_of` positions."""
     if device.type != "cuda" or find_spec("triton") is None or torch.version.hip is not None:
         return False
     if torch.cuda.get_device_capability(device)[0] < _LEAST_CAPABILITY:

@@ -55,7 +55,7 @@ class _Turn(torch.autograd.Function):
 
 
 def turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Heads [tokens, heads, width], rotated by angles [tokens, width] of which both halves are the same."""
+    """Return heads [tokens, heads, width] rotated by angles [tokens, width], of which both halves are the same."""
     return _Turn.apply(x, cosines, sines)  # type: ignore[no-any-return]
 
 
@@ -100,12 +100,12 @@ class _Gated(torch.autograd.Function):
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
+    """Return silu(gate) * up."""
     return _Gated.apply(gate, up)  # type: ignore[no-any-return]
 
 
 @triton.jit
-def _look(logits, targets, normals, log_probs, entropies, num, scale, BLOCK: tl.constexpr):
+def _forward_rows(logits, targets, logsumexps, log_probs, entropies, num, scale, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * num
     at = tl.arange(0, BLOCK)
@@ -124,16 +124,16 @@ def _look(logits, targets, normals, log_probs, entropies, num, scale, BLOCK: tl.
     largest = tl.max(top, 0)
     shrunk = tl.exp(top - largest)
     whole = tl.sum(total * shrunk, 0)
-    normal = largest + tl.log(whole)
+    logsumexp = largest + tl.log(whole)
     chosen = tl.load(logits + tl.load(targets + row)).to(tl.float32) * scale
-    tl.store(normals + row, normal)
-    tl.store(log_probs + row, chosen - normal)
-    tl.store(entropies + row, normal - tl.sum(mean * shrunk, 0) / whole)
+    tl.store(logsumexps + row, logsumexp)
+    tl.store(log_probs + row, chosen - logsumexp)
+    tl.store(entropies + row, logsumexp - tl.sum(mean * shrunk, 0) / whole)
 
 
 @triton.jit
-def _slope(
-    logits, targets, normals, entropies, log_prob_grads, entropy_grads, num, scale,
+def _grad_rows(
+    logits, targets, logsumexps, entropies, log_prob_grads, entropy_grads, num, scale,
     BLOCK: tl.constexpr, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -142,7 +142,7 @@ def _slope(
     place = logits + row * num + at
     x = tl.load(place, mask=at < num, other=float("-inf"))
     chosen = tl.load(log_prob_grads + row)
-    own = x.to(tl.float32) * scale - tl.load(normals + row)
+    own = x.to(tl.float32) * scale - tl.load(logsumexps + row)
     probability = tl.exp(own)
     grad = tl.where(at == target, chosen, 0.0) - chosen * probability
     if HAS_ENTROPY:
@@ -151,28 +151,30 @@ def _slope(
     tl.store(place, (grad * scale).to(x.dtype), mask=at < num)
 
 
-def look(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of logits [n, vocabulary]: the logarithms of what divides them [n], log-probs of targets [n], entropies [n]."""
+def log_probs_and_entropies(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logsumexp [n] of logits [n, vocabulary], log-probs of targets [n], entropies [n]."""
     rows, num = logits.shape
-    normals, log_probs, entropies = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
-    _look[(rows,)](logits, targets, normals, log_probs, entropies, num, 1.0 / temperature, _WORDS, num_warps=8)
-    return normals, log_probs, entropies
+    logsumexps, log_probs, entropies = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
+    _forward_rows[(rows,)](
+        logits, targets, logsumexps, log_probs, entropies, num, 1.0 / temperature, _WORDS, num_warps=8
+    )
+    return logsumexps, log_probs, entropies
 
 
-def slope(
+def logits_grad(
     logits: Tensor,
     targets: Tensor,
-    normals: Tensor,
+    logsumexps: Tensor,
     entropies: Tensor,
     log_prob_grads: Tensor,
     entropy_grads: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """The gradient of the logits, in their place, from those of log-probs and entropies."""
+    """Return the gradient of the logits, in their place, from those of log-probs and entropies."""
     rows, num = logits.shape
-    _slope[(rows, triton.cdiv(num, _WORDS))](
-        logits, targets, normals, entropies, log_prob_grads.contiguous(),
-        normals if entropy_grads is None else entropy_grads.contiguous(), num, 1.0 / temperature,
+    _grad_rows[(rows, triton.cdiv(num, _WORDS))](
+        logits, targets, logsumexps, entropies, log_prob_grads.contiguous(),
+        logsumexps if entropy_grads is None else entropy_grads.contiguous(), num, 1.0 / temperature,
         _WORDS, entropy_grads is not None, num_warps=8,
     )  # fmt: skip
     return logits

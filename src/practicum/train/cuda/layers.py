@@ -17,7 +17,7 @@ from torch.nn.functional import rms_norm
 from practicum.train.cuda.kernels import gated, turned
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
-"""Whose attention is queries, keys and values, normed or not, rotated by halves: each is tested."""
+"""The families whose attention is queries, keys and values, normed or not, rotated by halves: each is tested."""
 _WIDTHS = (16, 32, 64, 128, 256)
 _STILL_ROTATIONS = ("default", "linear", "llama3", "yarn")
 _GATED = ("gate_proj", "up_proj", "down_proj")
@@ -33,7 +33,7 @@ def can_be_fast(config: Any, dtype: torch.dtype) -> bool:
 
 
 def use_fast_layers(model: Any) -> None:
-    """For a model that `can_be_fast`. Its passes are then given `ends` and `longest` of the sequences."""
+    """Use them in a model that `can_be_fast`. Its passes are then given `ends` and `longest` of the sequences."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(_NAME, _never_called)
@@ -50,7 +50,7 @@ def use_fast_layers(model: Any) -> None:
 
 
 def _take_over(norm: Any, kernel: Any) -> None:
-    """If it gives what the module gives."""
+    """Replace the forward of a module if the fast one gives what the module gives."""
     usual = norm.forward
     trial = torch.randn(3, norm.weight.shape[0], generator=torch.Generator().manual_seed(0))
     if len(signature(usual).parameters) == 1 and torch.allclose(kernel(trial), usual(trial), rtol=1e-4, atol=1e-4):
@@ -98,7 +98,7 @@ def _window(module: Any, config: Any) -> int | None:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Attention knows by itself what a token may see."""
+    """Return no mask: attention knows by itself what a token may see."""
 
 
 def _never_called(*_: Any, **__: Any) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
 from practicum.rollout.answers import Ending, sample_of, untouched, written_ids
-from practicum.rollout.base import BaseRollout
 from practicum.rollout.inbox import Inbox
+
+from practicum.rollout.base import BaseRollout
 from practicum.types import RolloutRequest, RoutedExperts
 from practicum.weights import WeightUpdate
 

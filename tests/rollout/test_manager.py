@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from practicum.rollout.sampling import draw
 
 from practicum.config import RolloutConfig
 from practicum.controller import Controller, RayResourcePool
@@ -20,7 +21,6 @@ from practicum.errors import RolloutError, WorkerDied, WorkerError
 from practicum.rollout.manager import RolloutManager
 from practicum.rollout.placement import ReplicaSettings, open_replicas
 from practicum.rollout.replica import RolloutReplica
-from practicum.rollout.sampling import draw
 from practicum.rollout.writing import Answer, HandingOut
 from practicum.types import RolloutRequest, Sample
 from tests.rollout.test_writing import FakeReplica

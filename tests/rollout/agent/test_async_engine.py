@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from practicum.rollout.answers import sample_of
+from practicum.rollout.runner import EngineRunner, Order
 
 from practicum.errors import RolloutError
 from practicum.rollout.agent.async_engine import AsyncEngine
-from practicum.rollout.answers import sample_of
-from practicum.rollout.runner import EngineRunner, Order
 from practicum.types import Prompt, RolloutRequest, SamplingParams
 from tests.rollout.scripted import ScriptedEngine
 from tests.rollout.tokenizers import byte_tokenizer

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from practicum.rollout.answers import sample_of
 
 from practicum.rollout.agent.async_engine import Writing
 from practicum.rollout.agent.conversation import Conversation, TurnLimits
 from practicum.rollout.agent.turns import TurnTemplate
-from practicum.rollout.answers import sample_of
 from practicum.types import Message, Prompt, RolloutRequest, Sample, SamplingParams
 from tests.rollout.tokenizers import byte_tokenizer
 

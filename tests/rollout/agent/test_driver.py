@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from practicum.rollout.runner import EngineRunner, Order
 
 from practicum.config import AgentConfig
 from practicum.errors import ConversationError, RolloutError
 from practicum.models import encode_prompts
 from practicum.rollout.agent.driver import ConversationDriver
 from practicum.rollout.hf import HFRollout
-from practicum.rollout.runner import EngineRunner, Order
 from practicum.types import Message, Prompt, RolloutRequest, Sample, SamplingParams
 from practicum.weights import WeightUpdate
 from tests.rollout.agents import HERE

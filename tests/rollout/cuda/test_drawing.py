@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-
 from practicum.rollout.sampling import draw as slow_draw
 from practicum.rollout.sampling import uniforms
+
 from practicum.types import SamplingParams
 from tests.rollout.cuda.kernels import DEVICE, ints, random
 

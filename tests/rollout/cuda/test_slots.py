@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from practicum.rollout.answers import Ending
-from practicum.rollout.cuda.pages import PAGE
-from practicum.rollout.cuda.slots import Seats, SlotRow
 from practicum.rollout.inbox import Ticket
 from practicum.rollout.rows import Pending
+
+from practicum.rollout.cuda.pages import PAGE
+from practicum.rollout.cuda.slots import Seats, SlotRow
 from practicum.types import Prompt, RolloutRequest, SamplingParams
 
 pytestmark = [

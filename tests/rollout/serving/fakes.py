@@ -11,16 +11,16 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from practicum.rollout.inbox import Inbox, Ticket
+from practicum.rollout.sleeping import SleepingWeights
 from torch import nn
 
 from practicum.demo.arithmetic import make_tokenizer
 from practicum.models import load_config
 from practicum.rollout.base import BaseRollout
-from practicum.rollout.inbox import Inbox, Ticket
 from practicum.rollout.serving import ClassifyService, WritingService
 from practicum.rollout.serving.classifier import Classifier
 from practicum.rollout.serving.texts import Encoder, Limit
-from practicum.rollout.sleeping import SleepingWeights
 from practicum.types import FinishReason, RolloutRequest, Sample
 from practicum.weights import WeightUpdate
 

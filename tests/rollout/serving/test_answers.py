@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-
 from practicum.rollout.runner import EngineRunner
+
 from practicum.rollout.serving.answers import Answers, Done, Written
 from practicum.rollout.serving.refusals import NotNow
 from practicum.types import Prompt, RolloutRequest, SamplingParams

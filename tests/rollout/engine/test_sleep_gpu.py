@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from practicum.errors import ResourceError
-from practicum.rollout.sleeping import SleepingWeights
+from practicum.rollout.engine.sleep import SleepingWeights
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from practicum import Prompt, Sample
-from practicum.types import RoutedExperts, route_dtype
+from practicum import Prompt, Sample, SamplingParams, Score
+from practicum.types import PromptGroup, RoutedExperts, route_dtype
 
 
 def make_sample(
@@ -34,6 +34,34 @@ def make_sample(
         id=id,
         advantages=None if advantage is None else np.full(answer, advantage, np.float32),
     )
+
+
+def make_group(
+    *rewards: float | None,
+    id: str = "1/0",
+    text: str = "",
+    source: str = "",
+    answer: int = 3,
+    baseline: float | None = None,
+) -> PromptGroup:
+    """A finished and graded group, one trajectory for each reward; None is one that could not be graded."""
+    scores = [Score(None, status="invalid", reason="?") if reward is None else Score(reward) for reward in rewards]
+    return graded_group(*((text, score) for score in scores), id=id, source=source, answer=answer, baseline=baseline)
+
+
+def graded_group(
+    *answers: tuple[str, Score], id: str = "1/0", source: str = "", answer: int = 3, baseline: float | None = None
+) -> PromptGroup:
+    """A finished group, from the text and the score of each trajectory."""
+    prompt = Prompt(f"prompt-{id}", text="?", data_source=source)
+    params = SamplingParams(answer, num_answers=len(answers))
+    group = PromptGroup(id, prompt, np.array([4, 5], np.int32), params, seed=0, baseline=baseline)
+    for trajectory, (text, score) in zip(group.trajectories, answers, strict=True):
+        sample = make_sample(answer=answer, text=text, seed=trajectory.number)
+        sample.prompt = prompt
+        trajectory.add(sample)
+        trajectory.score = score
+    return group
 
 
 def with_routes(sample: Sample, num_layers: int, k: int, num_experts: int, seed: int = 0) -> Sample:

@@ -6,18 +6,34 @@ from typing import Any
 import pytest
 
 from practicum.controller import GroupFuture, join_batches, split_batch
+from practicum.controller.future import Replies
+from practicum.controller.loop import run_sync
 from practicum.errors import DeadlineError, WorkerDied, WorkerError
 
 
+class Known(Replies):
+    """Replies, or a failure, that are there."""
+
+    def _wait(self, deadline: float) -> list[Any]:
+        for reply in self.handles:
+            if isinstance(reply, WorkerError):
+                raise reply
+        return list(self.handles)
+
+    async def _arrive(self, deadline: float) -> list[Any]:
+        return self._wait(deadline)
+
+
 def future(replies: list[Any], gather: Any = list, upstream: Any = ()) -> GroupFuture[Any]:
-    return GroupFuture([None] * len(replies), lambda _: replies, 0.0, gather, upstream)
+    return GroupFuture(Known(replies, 0.0, upstream), range(len(replies)), gather)
 
 
 def failing(error: WorkerError, upstream: Any = ()) -> GroupFuture[Any]:
-    def collect(_: float) -> list[Any]:
-        raise error
+    return future([error], upstream=upstream)
 
-    return GroupFuture([None], collect, 0.0, list, upstream)
+
+async def awaited(future: GroupFuture[Any]) -> Any:
+    return await future
 
 
 def test_the_failure_of_a_call_upstream_explains_the_one_below() -> None:
@@ -27,6 +43,9 @@ def test_the_failure_of_a_call_upstream_explains_the_one_below() -> None:
     for upstream, told in (([], late), ([future([1])], late), ([future([1]), failing(died)], died)):
         with pytest.raises(WorkerError) as caught:
             failing(late, upstream).result()
+        assert caught.value is told
+        with pytest.raises(WorkerError) as caught:
+            run_sync(awaited(failing(late, upstream)))
         assert caught.value is told
 
 

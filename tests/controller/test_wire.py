@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from practicum.controller.wire import Slot, fill_slots, num_bytes, pack, pack_arguments, unpack
+from practicum.controller.wire import Slot, num_bytes, pack, pack_arguments, unpack, unpack_arguments
 from practicum.errors import CallError
 
 
@@ -42,5 +42,6 @@ def test_the_argument_that_cannot_travel_is_named() -> None:
 
 
 def test_slots_are_filled_with_the_replies_they_stand_for() -> None:
-    args, kwargs = fill_slots([1, Slot(0, 2, sum)], {"x": Slot(2, 3, list), "y": "same"}, [10, 20, 30])
-    assert (args, kwargs) == ([1, 30], {"x": [30], "y": "same"})
+    shared = pack(([1, Slot(0, 2, sum)], {"x": Slot(2, 3, list), "y": "same"}))
+    assert unpack_arguments(shared, b"", 10, 20, 30) == ([1, 30], {"x": [30], "y": "same"})
+    assert unpack_arguments(shared, pack(Slot(2, 3, max)), 10, 20, 30)[0] == [30, 1, 30]

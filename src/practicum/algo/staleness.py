@@ -1,4 +1,4 @@
-"""How far the policy has moved from the tokens it learns from, by their staleness: how many updates old they are."""
+"""Figures of how far the policy has moved from the tokens it learns from, by their staleness in updates."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ under way keep the one they were made to.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import sys
 import time
@@ -31,7 +32,7 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from practicum.controller.cluster import cluster_id
-from practicum.controller.host import Seat, host_class
+from practicum.controller.host import Seat, Turn, host_class, is_async
 from practicum.controller.mesh import Mesh
 from practicum.controller.packed import RayClassWithInitArgs
 from practicum.controller.pool import Place, RayResourcePool
@@ -148,6 +149,8 @@ class Crew:
         self.id = uuid.uuid4().hex
         self._cluster = cluster_id()
         self._is_dismissed = False
+        self._caller = uuid.uuid4().hex
+        self._num_sent = [0] * len(hosts)
 
     @classmethod
     def found(cls, plan: CrewPlan, hosts: list[Any], seats: list[Seat], crew_id: str) -> Crew:
@@ -168,6 +171,21 @@ class Crew:
             for host in self.hosts:
                 ray.kill(host)
 
+    def send(self, rank: int, method: str, arguments: Sequence[Any]) -> tuple[Any, Turn | None]:
+        """Call a method of a host; `collect` and `arrive` take what comes back. With it comes, where hosts are async,
+        by what `cancel` knows the call. Calls of two threads must not be sent to one rank at a time."""
+        remote = getattr(self.hosts[rank], method).remote
+        if not self.is_async:
+            return remote(*arguments), None
+        turn = self._caller, self._num_sent[rank]
+        handle = remote(turn, arguments) if arguments else remote(turn)
+        self._num_sent[rank] += 1  # now that it is certain to arrive
+        return handle, turn
+
+    @cached_property
+    def is_async(self) -> bool:
+        return is_async(self.plan.packed)
+
     @property
     def is_reachable(self) -> bool:
         """Whether the driver is still connected to the cluster the processes are in."""
@@ -175,24 +193,53 @@ class Crew:
 
     def collect(self, refs: Sequence[Any], ranks: Sequence[int], what: str, deadline: float) -> list[Any]:
         """All replies in order. Ray gives up the wait at the first failure, whoever else is still busy."""
-        if not self.is_reachable:
-            raise WorkerDied(f"group {self.plan.name!r}: its Ray has ended, and {what} with it", **self._of(ranks))
+        self._check_reachable(ranks, what)
         try:
             return list(ray.get(list(refs), timeout=max(0.0, deadline - time.monotonic())))
         except GetTimeoutError:
-            _, pending = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)
-            if not pending:  # they have come just now, or are on their way from other nodes
+            unanswered = self._pending(refs)
+            if not unanswered:  # they have come just now, or are on their way from other nodes
                 return self._arriving(refs, ranks, what)
-            unanswered = set(pending)
-            raise self._late([r for ref, r in zip(refs, ranks, strict=True) if ref in unanswered], what) from None
+            raise self.late([r for ref, r in zip(refs, ranks, strict=True) if ref in unanswered], what) from None
         except RayError as error:
             raise self._first_failure(refs, ranks, what, error) from None
+
+    async def arrive(self, refs: Sequence[Any], ranks: Sequence[int], what: str, deadline: float) -> list[Any]:
+        """The same as `collect`, awaited."""
+        self._check_reachable(ranks, what)
+        replies = [asyncio.wrap_future(ref.future()) for ref in refs]
+        for reply in replies:
+            reply.add_done_callback(_heed)
+        left_s = max(0.0, deadline - time.monotonic())
+        await asyncio.wait(replies, timeout=left_s, return_when=asyncio.FIRST_EXCEPTION)
+        first = next(
+            (error for reply in replies if reply.done() and isinstance(error := reply.exception(), RayError)), None
+        )
+        if first is not None:
+            await asyncio.wait(replies, timeout=_ECHO_S)
+        elif not all(reply.done() for reply in replies) and not self._pending(refs):
+            await asyncio.wait(replies, timeout=_ARRIVAL_S)
+        ended = [(rank, reply.exception()) for rank, reply in zip(ranks, replies, strict=True) if reply.done()]
+        failures = [(rank, error) for rank, error in ended if isinstance(error, RayError)]
+        if failures:
+            raise self._named(failures, what, first or failures[0][1], ranks) from None
+        late = [rank for rank, reply in zip(ranks, replies, strict=True) if not reply.done()]
+        if late:
+            raise await asyncio.to_thread(self.late, late, what)
+        return [reply.result() for reply in replies]
+
+    def _pending(self, refs: Sequence[Any]) -> set[Any]:
+        return set(ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)[1])
+
+    def _check_reachable(self, ranks: Sequence[int], what: str) -> None:
+        if not self.is_reachable:
+            raise WorkerDied(f"group {self.plan.name!r}: its Ray has ended, and {what} with it", **self._of(ranks))
 
     def _arriving(self, refs: Sequence[Any], ranks: Sequence[int], what: str) -> list[Any]:
         try:
             return list(ray.get(list(refs), timeout=_ARRIVAL_S))
         except GetTimeoutError:
-            raise self._late(ranks, f"{what} is done, but the way of its replies") from None
+            raise self.late(ranks, f"{what} is done, but the way of its replies") from None
         except RayError as error:
             raise self._first_failure(refs, ranks, what, error) from None
 
@@ -215,7 +262,7 @@ class Crew:
             return name_ranks(ranks)
         return ", ".join(f"rank {rank} ({self.seats[rank]})" for rank in ranks)
 
-    def _late(self, ranks: Sequence[int], what: str) -> WorkerError:
+    def late(self, ranks: Sequence[int], what: str) -> WorkerError:
         stacks = self.stacks()
         shown = f" What they were doing:\n{fold_stacks(stacks)}" if stacks else ""
         return DeadlineError(
@@ -227,7 +274,19 @@ class Crew:
     def _first_failure(self, refs: Sequence[Any], ranks: Sequence[int], what: str, first: RayError) -> WorkerError:
         ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_ECHO_S, fetch_local=False)
         rank_of = dict(zip(refs, ranks, strict=True))
-        failures = [failure for ref in ready if (failure := self._failure(ref, rank_of[ref], what))]
+        failures = []
+        for ref in ready:
+            try:
+                ray.get(ref, timeout=_ARRIVAL_S)
+            except RayError as error:
+                failures.append((rank_of[ref], error))
+        return self._named(failures, what, first, ranks)
+
+    def _named(
+        self, errors: Sequence[tuple[int, RayError]], what: str, first: RayError, ranks: Sequence[int]
+    ) -> WorkerError:
+        """The error that tells of what Ray raised for some ranks; `first` came before all others."""
+        failures = [self._failure(error, rank, what) for rank, error in errors]
         if not failures:  # what Ray could not fetch a moment ago it can now
             return WorkerError(f"group {self.plan.name!r}: {what} failed: {first}", **self._of(ranks))
         cause = getattr(first, "cause", None)
@@ -236,22 +295,16 @@ class Crew:
         failures.sort(key=lambda one: (not isinstance(one, WorkerDied), one.ranks != came_first, one.ranks))
         return _with_company(failures)
 
-    def _failure(self, ref: Any, rank: int, what: str) -> WorkerError | None:
-        try:
-            ray.get(ref, timeout=_ARRIVAL_S)
-        except RayTaskError as error:
-            if isinstance(error.cause, WorkerError):
-                return error.cause
-            if isinstance(error.cause, RayActorError | OutOfMemoryError):
-                return self._death(error.cause, rank, what)
-            # Raised around the method, not in it.
+    def _failure(self, error: RayError, rank: int, what: str) -> WorkerError:
+        cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else error
+        if isinstance(cause, WorkerError):
+            return cause
+        if isinstance(cause, RayActorError | OutOfMemoryError):
+            return self._death(cause, rank, what)
+        if isinstance(error, RayTaskError):  # raised around the method, not in it
             doing = f"take the arguments or hand over the answer of {what}"
-            return self._error(f"could not {doing}: {type(error.cause).__name__}: {error.cause}", rank, error)
-        except (RayActorError, OutOfMemoryError) as error:
-            return self._death(error, rank, what)
-        except RayError as error:
-            return self._error(f"could not run {what}: {error}", rank, error)
-        return None
+            return self._error(f"could not {doing}: {type(cause).__name__}: {cause}", rank, error)
+        return self._error(f"could not run {what}: {error}", rank, error)
 
     def _death(self, error: RayError, rank: int, what: str) -> WorkerError:
         actor_id = getattr(error, "actor_id", None)
@@ -299,6 +352,12 @@ def wait_until_free(name: str, deadline: float) -> None:
         if time.monotonic() > deadline:
             raise ResourceError(f"the workers of detached group {name!r} do not end, so that its name stays taken")
         time.sleep(0.02)
+
+
+def _heed(reply: asyncio.Future[Any]) -> None:
+    """Else asyncio complains of a failure that nobody asked for."""
+    if not reply.cancelled():
+        reply.exception()
 
 
 def _with_company(failures: Sequence[WorkerError]) -> WorkerError:

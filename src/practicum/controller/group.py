@@ -22,13 +22,13 @@ import inspect
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
 from practicum.controller.batch import join_batches, split_batch
-from practicum.controller.future import Gather, GroupFuture, only
+from practicum.controller.future import Gather, GroupFuture, Replies, only
 from practicum.controller.mesh import Mesh
 from practicum.controller.packed import RayClassWithInitArgs, known_as, roles_of
 from practicum.controller.worker import Worker, find_mesh
@@ -41,6 +41,8 @@ B = TypeVar("B")
 S = TypeVar("S")
 R = TypeVar("R")
 Out = TypeVar("Out")
+Method = Callable[Concatenate[W, P], R]
+Coroutines = Callable[Concatenate[W, P], Coroutine[Any, Any, R]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,13 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     own: Sequence[Any] | None = None  # the first argument where each shard has its own
+    is_awaited: bool = False  # the method is a coroutine
+
+    @property
+    def upstream(self) -> list[GroupFuture[Any]]:
+        """The futures among the arguments."""
+        arguments = (*self.args, *self.kwargs.values(), *(() if self.own is None else self.own))
+        return [value for value in arguments if isinstance(value, GroupFuture)]
 
     def by_name(self, own: Any = None) -> dict[str, Any]:
         """The arguments under the names of the method's parameters, for messages; without self and futures."""
@@ -80,67 +89,137 @@ class WorkerGroup(ABC, Generic[W]):
         self._mesh = Mesh(data=world_size)
         self._timeout_s = positive_seconds(timeout_s, "timeout_s", name)
 
+    @overload
     def execute_all_async(
-        self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> GroupFuture[list[R]]:
+        self, method: Coroutines[W, P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> GroupFuture[list[R]]: ...
+    @overload
+    def execute_all_async(self, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> GroupFuture[list[R]]: ...
+    def execute_all_async(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         return self._start(self._call(method, args, kwargs), list)
 
-    def execute_all(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+    @overload
+    def execute_all(self, method: Coroutines[W, P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
+    @overload
+    def execute_all(self, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
+    def execute_all(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         return self.execute_all_async(method, *args, **kwargs).result()
 
+    @overload
     def execute_rank_zero_async(
-        self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> GroupFuture[R]:
+        self, method: Coroutines[W, P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> GroupFuture[R]: ...
+    @overload
+    def execute_rank_zero_async(self, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> GroupFuture[R]: ...
+    def execute_rank_zero_async(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         return self.execute_rank_async(0, method, *args, **kwargs)
 
-    def execute_rank_zero(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.execute_rank_zero_async(method, *args, **kwargs).result()
+    @overload
+    def execute_rank_zero(self, method: Coroutines[W, P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+    @overload
+    def execute_rank_zero(self, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def execute_rank_zero(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.execute_rank_async(0, method, *args, **kwargs).result()
 
+    @overload
     def execute_rank_async(
-        self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> GroupFuture[R]:
-        if not 0 <= rank < self.world_size:
-            raise CallError(f"group {self.name!r} has ranks 0 to {self.world_size - 1}, not {rank}")
-        return self._start(self._call(method, args, kwargs), only, ranks=[rank], answering=[rank])
+        self, rank: int, method: Coroutines[W, P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> GroupFuture[R]: ...
+    @overload
+    def execute_rank_async(
+        self, rank: int, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> GroupFuture[R]: ...
+    def execute_rank_async(self, rank: int, method: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._start(self._call(method, args, kwargs), only, [self._checked(rank)])
 
-    def execute_rank(self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+    @overload
+    def execute_rank(self, rank: int, method: Coroutines[W, P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+    @overload
+    def execute_rank(self, rank: int, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def execute_rank(self, rank: int, method: Any, *args: Any, **kwargs: Any) -> Any:
         return self.execute_rank_async(rank, method, *args, **kwargs).result()
 
+    def stream(
+        self,
+        rank: int,
+        method: Callable[Concatenate[W, P], AsyncIterator[R]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> AsyncGenerator[R, None]:
+        """The items of a method that is an async generator, as they come; each has the group's deadline for its own.
+
+        The call is made when the first item is asked for. Closing the iterator early cancels the worker's generator,
+        and returns when that has ended.
+        """
+        return self._stream(self._call(method, args, kwargs, streams=True), self._checked(rank))
+
+    @overload
     def map_async(
         self,
-        method: Callable[Concatenate[W, S, P], R],
+        method: Coroutines[W, Concatenate[S, P], R],
         per_rank: Sequence[S] | GroupFuture[list[S]],
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> GroupFuture[list[R]]:
+    ) -> GroupFuture[list[R]]: ...
+    @overload
+    def map_async(
+        self,
+        method: Method[W, Concatenate[S, P], R],
+        per_rank: Sequence[S] | GroupFuture[list[S]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> GroupFuture[list[R]]: ...
+    def map_async(self, method: Any, per_rank: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(per_rank, GroupFuture):
             if per_rank.gather is not list:
                 raise CallError(f"group {self.name!r}: map takes the future of execute_all or map, one reply per rank")
-            per_rank = cast(Sequence[S], per_rank.each())
+            per_rank = per_rank.each()
         per_rank = self._as_list(per_rank, "map takes a list of arguments")
         if len(per_rank) != self._mesh.data:
             unit = "ranks" if self._mesh.data == self.world_size else "shards"
             raise CallError(f"group {self.name!r} has {self._mesh.data} {unit}, but {len(per_rank)} arguments came")
         return self._start(self._call(method, args, kwargs, own=per_rank), list)
 
+    @overload
     def map(
         self,
-        method: Callable[Concatenate[W, S, P], R],
+        method: Coroutines[W, Concatenate[S, P], R],
         per_rank: Sequence[S] | GroupFuture[list[S]],
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> list[R]:
+    ) -> list[R]: ...
+    @overload
+    def map(
+        self,
+        method: Method[W, Concatenate[S, P], R],
+        per_rank: Sequence[S] | GroupFuture[list[S]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[R]: ...
+    def map(self, method: Any, per_rank: Any, *args: Any, **kwargs: Any) -> Any:
         return self.map_async(method, per_rank, *args, **kwargs).result()
 
+    @overload
     def scatter_with_async(
         self,
         split: Callable[[B, int], Sequence[S]],
         gather: Callable[[list[R]], Out],
-        method: Callable[Concatenate[W, S, P], R],
+        method: Coroutines[W, Concatenate[S, P], R],
         batch: B | GroupFuture[B],
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> GroupFuture[Out]:
+    ) -> GroupFuture[Out]: ...
+    @overload
+    def scatter_with_async(
+        self,
+        split: Callable[[B, int], Sequence[S]],
+        gather: Callable[[list[R]], Out],
+        method: Method[W, Concatenate[S, P], R],
+        batch: B | GroupFuture[B],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> GroupFuture[Out]: ...
+    def scatter_with_async(self, split: Any, gather: Any, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """`split` cuts the batch into as many shares as it is told, `gather` makes one reply of many."""
         num_shards = self._mesh.data
         shares = batch.shares(num_shards, split) if isinstance(batch, GroupFuture) else split(batch, num_shards)
@@ -149,25 +228,57 @@ class WorkerGroup(ABC, Generic[W]):
             raise CallError(f"group {self.name!r}: the split made {len(own)} shares where {num_shards} were asked for")
         return self._start(self._call(method, args, kwargs, own=own), gather)
 
+    @overload
     def scatter_with(
         self,
         split: Callable[[B, int], Sequence[S]],
         gather: Callable[[list[R]], Out],
-        method: Callable[Concatenate[W, S, P], R],
+        method: Coroutines[W, Concatenate[S, P], R],
         batch: B | GroupFuture[B],
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> Out:
+    ) -> Out: ...
+    @overload
+    def scatter_with(
+        self,
+        split: Callable[[B, int], Sequence[S]],
+        gather: Callable[[list[R]], Out],
+        method: Method[W, Concatenate[S, P], R],
+        batch: B | GroupFuture[B],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Out: ...
+    def scatter_with(self, split: Any, gather: Any, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         return self.scatter_with_async(split, gather, method, batch, *args, **kwargs).result()
 
+    @overload
     def scatter_async(
-        self, method: Callable[Concatenate[W, B, P], R], batch: B | GroupFuture[B], *args: P.args, **kwargs: P.kwargs
-    ) -> GroupFuture[R]:
+        self,
+        method: Coroutines[W, Concatenate[B, P], R],
+        batch: B | GroupFuture[B],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> GroupFuture[R]: ...
+    @overload
+    def scatter_async(
+        self, method: Method[W, Concatenate[B, P], R], batch: B | GroupFuture[B], *args: P.args, **kwargs: P.kwargs
+    ) -> GroupFuture[R]: ...
+    def scatter_async(self, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         return self.scatter_with_async(split_batch, join_batches, method, batch, *args, **kwargs)
 
+    @overload
     def scatter(
-        self, method: Callable[Concatenate[W, B, P], R], batch: B | GroupFuture[B], *args: P.args, **kwargs: P.kwargs
-    ) -> R:
+        self,
+        method: Coroutines[W, Concatenate[B, P], R],
+        batch: B | GroupFuture[B],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R: ...
+    @overload
+    def scatter(
+        self, method: Method[W, Concatenate[B, P], R], batch: B | GroupFuture[B], *args: P.args, **kwargs: P.kwargs
+    ) -> R: ...
+    def scatter(self, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         return self.scatter_async(method, batch, *args, **kwargs).result()
 
     def with_timeout(self, timeout_s: float) -> Self:
@@ -212,34 +323,24 @@ class WorkerGroup(ABC, Generic[W]):
         """End the workers. Safe to call twice."""
 
     @abstractmethod
-    def _send(
-        self, call: Call, ranks: Sequence[int], answering: Sequence[int]
-    ) -> tuple[Sequence[Any], Callable[[float], list[Any]]]:
-        """Start a call on some ranks: a handle for each, and a function that waits for all replies until a deadline.
+    def _send(self, call: Call, ranks: Sequence[int], answering: Sequence[int], deadline: float) -> Replies:
+        """Start a call on some ranks; those that answer send a reply. Nothing is sent if anything cannot be."""
 
-        That raises the first failure to arrive, or `DeadlineError`. Nothing is sent if anything cannot be.
-        """
+    @abstractmethod
+    def _stream(self, call: Call, rank: int) -> AsyncGenerator[Any, None]:
+        """The items of a generator on one rank."""
 
-    def _start(
-        self,
-        call: Call,
-        gather: Gather,
-        ranks: Sequence[int] | None = None,
-        answering: Sequence[int] | None = None,
-    ) -> GroupFuture[Any]:
+    def _start(self, call: Call, gather: Gather, only_on: Sequence[int] | None = None) -> GroupFuture[Any]:
         deadline = time.monotonic() + self._timeout_s
-        ranks = range(self.world_size) if ranks is None else ranks
-        answering = self._mesh.answering_ranks() if answering is None else answering
-        handles, collect = self._send(call, ranks, answering)
-        kept = [ranks.index(rank) for rank in answering]
+        ranks = only_on or range(self.world_size)
+        answering = only_on or self._mesh.answering_ranks()
+        replies = self._send(call, ranks, answering, deadline)
+        return GroupFuture(replies, [ranks.index(rank) for rank in answering], gather)
 
-        def replies(deadline: float) -> list[Any]:
-            received = collect(deadline)
-            return [received[index] for index in kept]
-
-        arguments = (*call.args, *call.kwargs.values(), *(() if call.own is None else call.own))
-        upstream = [value for value in arguments if isinstance(value, GroupFuture)]
-        return GroupFuture([handles[index] for index in kept], replies, deadline, gather, upstream)
+    def _checked(self, rank: int) -> int:
+        if not 0 <= rank < self.world_size:
+            raise CallError(f"group {self.name!r} has ranks 0 to {self.world_size - 1}, not {rank}")
+        return rank
 
     def _as_list(self, values: Any, what: str) -> list[Any]:
         if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__getitem__"):
@@ -252,32 +353,40 @@ class WorkerGroup(ABC, Generic[W]):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         own: Sequence[Any] | None = None,
+        streams: bool = False,
     ) -> Call:
         cls = self._worker_class
         num_positional = len(args) + (own is not None)
         try:
-            name = _method_name(cls, method, num_positional, tuple(kwargs))  # type: ignore[arg-type]  # can be hashed
+            name, is_awaited = _found_method(cls, method, num_positional, tuple(kwargs), streams)  # type: ignore[arg-type]  # can be hashed
         except TypeError as error:
             raise CallError(f"group {self.name!r}: {error}") from None
-        return Call(f"{cls.__name__}.{name}", self._role, name, method, args, kwargs, own)
+        return Call(f"{cls.__name__}.{name}", self._role, name, method, args, kwargs, own, is_awaited)
 
 
 @functools.lru_cache(maxsize=4096)
-def _method_name(cls: type[Worker], method: Callable[..., Any], num_positional: int, names: tuple[str, ...]) -> str:
-    """The name under which the class has the method, if it can be called with so many arguments and such names."""
+def _found_method(
+    cls: type[Worker], method: Callable[..., Any], num_positional: int, names: tuple[str, ...], streams: bool
+) -> tuple[str, bool]:
+    """The name under which the class has the method, if it can be called with so many arguments and such names, and
+    whether it is a coroutine."""
     found = [name for base in cls.__mro__ for name, value in vars(base).items() if value is method]
     if not found:
         raise TypeError(f"{getattr(method, '__qualname__', repr(method))} is not a method of {cls.__name__}")
     name = found[0]
     if name.startswith("__"):
         raise TypeError(f"{cls.__name__}.{name} cannot be called on a group")
-    if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
-        raise TypeError(f"{cls.__name__}.{name} is async or a generator: a worker's method returns its answer")
+    actual = getattr(cls, name)
+    if streams != inspect.isasyncgenfunction(actual) or inspect.isgeneratorfunction(actual):
+        how = "is no async generator: call it with execute_rank" if streams else "is a generator: call it with stream"
+        if inspect.isgeneratorfunction(actual):
+            how = "is a generator: a worker's method returns its answer, or is an async generator"
+        raise TypeError(f"{cls.__name__}.{name} {how}")
     try:
         inspect.signature(method).bind(None, *[None] * num_positional, **dict.fromkeys(names))
     except TypeError as error:
         raise TypeError(f"wrong arguments for {cls.__name__}.{name}: {error}") from None
-    return name
+    return name, inspect.iscoroutinefunction(actual)
 
 
 def positive_seconds(value: float, name: str, group: str) -> float:

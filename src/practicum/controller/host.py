@@ -6,18 +6,24 @@ method of its own for each method of the worker, to which arguments come packed.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import pickle
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from practicum.controller.loop import run_or_begin, running_loop
 from practicum.controller.packed import FusedWorker, RayClassWithInitArgs, roles_of
 from practicum.controller.stacks import StackAddress, serve_stacks
-from practicum.controller.wire import Payload, fill_slots, unpack
+from practicum.controller.wire import Payload, unpack, unpack_arguments
 from practicum.controller.worker import Worker, WorkerContext
 from practicum.errors import WorkerError
 
@@ -48,29 +54,39 @@ class WorkerHost:
 
     def build(self, packed: RayClassWithInitArgs[Any], context: WorkerContext) -> None:
         self._context = context
-        try:
+        with self.naming(f"{packed.cls.__name__}.__init__"):
             self._worker = packed.build(context)
-        except Exception as error:
-            raise self._failure(error, f"{packed.cls.__name__}.__init__") from error
 
     def call(self, head: CallHead, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        what, method = self.method(head)
+        with self.naming(what):
+            reply = method(*args, **kwargs)
+            if isinstance(reply, Generator | Coroutine):  # of which Ray would send the first item, or nothing
+                raise TypeError(f"a {type(reply).__name__} cannot be an answer: return a list")
+        return reply if head.wants_reply else None
+
+    def close(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """`loop` is where the worker's coroutines have run."""
+        worker, self._worker = self._worker, None
+        closing = None if worker is None else worker.close()
+        if closing is not None:
+            run_or_begin(closing, loop)
+
+    def method(self, head: CallHead) -> tuple[str, Callable[..., Any]]:
         assert self._worker is not None, "call before build"
         target: Any = self._worker
         if head.role is not None:
             assert isinstance(self._worker, FusedWorker)
             target = self._worker.roles[head.role]
-        try:
-            reply = getattr(target, head.method)(*args, **kwargs)
-            if isinstance(reply, Generator | Coroutine):  # of which Ray would send the first item, or nothing
-                raise TypeError(f"a {type(reply).__name__} cannot be an answer: return a list")
-        except Exception as error:
-            raise self._failure(error, f"{type(target).__name__}.{head.method}") from error
-        return reply if head.wants_reply else None
+        return f"{type(target).__name__}.{head.method}", getattr(target, head.method)
 
-    def close(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+    @contextmanager
+    def naming(self, what: str) -> Iterator[None]:
+        """An exception leaves the block as a `WorkerError` that names this worker."""
+        try:
+            yield
+        except Exception as error:
+            raise self._failure(error, what) from error
 
     def _failure(self, error: Exception, what: str) -> WorkerError:
         context, node, pid = self._context, self._address, os.getpid()
@@ -84,6 +100,26 @@ class WorkerHost:
             remote_traceback=traceback.format_exc()[-_LONGEST_TEXT:],
             cause=error if _can_travel(error) else None,
         )
+
+
+# Functions, not methods: a class with coroutines would be an async actor to Ray.
+
+
+async def call_awaited(host: WorkerHost, head: CallHead, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    what, method = host.method(head)
+    with host.naming(what):
+        reply = await method(*args, **kwargs)
+    return reply if head.wants_reply else None
+
+
+async def stream(
+    host: WorkerHost, head: CallHead, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> AsyncGenerator[Any, None]:
+    what, method = host.method(head)
+    with host.naming(what):
+        async with aclosing(method(*args, **kwargs)) as items:
+            async for item in items:
+                yield item
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +148,7 @@ class RayHost(WorkerHost):
         # The address by which Ray's nodes know each other: the machine may have others.
         self._address = ray._private.worker.global_worker.node_ip_address
         node_id = ray.get_runtime_context().get_node_id()
-        return Seat(node_id, self._address, os.getpid(), free_port(), serve_stacks(self._address))
+        return Seat(node_id, self._address, os.getpid(), free_port(), serve_stacks(self._address, running_loop()))
 
     def build_packed(self, packed: Payload, context: WorkerContext) -> None:
         import ray
@@ -120,41 +156,157 @@ class RayHost(WorkerHost):
         os.environ.update(context.environment(sees_one_device=len(ray.get_gpu_ids()) == 1))
         self.build(unpack(packed), context)
 
-    def call_packed(self, head: CallHead, shared: Payload, own: Payload, replies: Sequence[Any]) -> Any:
-        args: list[Any] = [unpack(own)] if own else []
-        kwargs: Mapping[str, Any] = {}
-        if shared:
-            more, kwargs = unpack(shared)
-            args.extend(more)
-        if replies:
-            args, kwargs = fill_slots(args, kwargs, replies)
-        return self.call(head, args, kwargs)
+    def call_packed(self, head: CallHead, shared: Payload = b"", own: Payload = b"", *replies: Any) -> Any:
+        return self.call(head, *unpack_arguments(shared, own, *replies))
+
+
+Turn = tuple[str, int]
+"""Who calls, and its how-manieth call this is. Ray does not keep calls to an async actor in order: the host does."""
+
+
+class AsyncRayHost(RayHost):
+    """The host of a class with coroutines: they run on the actor's event loop, all else on the one device thread."""
+
+    def __init__(self, import_paths: Sequence[str]) -> None:
+        super().__init__(import_paths)
+        Worker.device_thread = self._device = ThreadPoolExecutor(1, "practicum-device")
+        self._device_turn = asyncio.Lock()
+        self._next: Counter[str] = Counter()  # of each caller
+        self._early: dict[Turn, asyncio.Future[None]] = {}  # came before others that were sent before them
+        self._running: dict[Turn, asyncio.Task[Any]] = {}
+
+    async def build_packed(self, packed: Payload, context: WorkerContext) -> None:  # type: ignore[override]
+        await asyncio.get_running_loop().run_in_executor(self._device, super().build_packed, packed, context)
+
+    async def call_plain(self, head: CallHead, turn: Turn, packed: Sequence[Any]) -> Any:
+        await self._take(turn)
+        async with self._device_turn:  # first come, first served
+            arguments = await _fetched(packed)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._device, self.call_packed, head, *arguments)
+
+    async def call_coroutine(self, head: CallHead, turn: Turn, packed: Sequence[Any]) -> Any:
+        await self._take(turn)
+
+        async def run() -> Any:
+            args, kwargs = unpack_arguments(*(await _fetched(packed)))
+            return await call_awaited(self, head, args, kwargs)
+
+        task = self._started(turn, run())
+        await asyncio.wait([task])
+        return None if task.cancelled() else task.result()  # if it was cancelled, nobody waits for it
+
+    async def stream_packed(self, head: CallHead, turn: Turn, packed: Sequence[Any]) -> AsyncGenerator[Any, None]:
+        """The worker's generator runs in a task of its own, which can be cancelled wherever it is."""
+        await self._take(turn)
+        items: asyncio.Queue[Any] = asyncio.Queue()
+        end = object()
+
+        async def run() -> None:
+            try:
+                args, kwargs = unpack_arguments(*(await _fetched(packed)))
+                async with aclosing(stream(self, head, args, kwargs)) as made:
+                    async for item in made:
+                        items.put_nowait(item)
+            finally:
+                items.put_nowait(end)
+
+        task = self._started(turn, run())
+        while (item := await items.get()) is not end:
+            yield item
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.result()
+
+    async def cancel(self, turn: Turn, calls: Sequence[Turn]) -> None:
+        """Cancel coroutines or generators, and return when they have ended."""
+        await self._take(turn)
+        for task in [self._running[call] for call in calls if call in self._running]:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _take(self, turn: Turn) -> None:
+        """Wait until all calls that this caller has sent before have been taken up."""
+        caller, number = turn
+        if number != self._next[caller]:
+            self._early[turn] = asyncio.get_running_loop().create_future()
+            await self._early[turn]
+        self._next[caller] += 1
+        follower = self._early.pop((caller, number + 1), None)
+        if follower is not None:
+            follower.set_result(None)
+
+    def _started(self, turn: Turn, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = self._running[turn] = asyncio.ensure_future(coroutine)
+        task.add_done_callback(lambda _: self._running.pop(turn))
+        return task
+
+
+async def _fetched(packed: Sequence[Any]) -> list[Any]:
+    """Arguments, of which those in the object store came as references: Ray would hold the call up for them."""
+    from ray import ObjectRef
+
+    return [await one if isinstance(one, ObjectRef) else one for one in packed]
+
+
+def is_async(packed: RayClassWithInitArgs[Any]) -> bool:
+    """Whether a class, or a role fused into it, has methods that are coroutines or async generators."""
+    classes = [packed.cls, *(role.cls for role in roles_of(packed).values())]
+    return any(
+        inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value)
+        for cls in classes
+        for name in _methods(cls)
+        if (value := getattr(cls, name))
+    )
 
 
 def host_class(packed: RayClassWithInitArgs[Any]) -> type[RayHost]:
     """A host with a method for each call its workers can get.
 
-    One method for all would have to be told which is meant, and an argument makes a no-op on Ray a seventh slower.
+    One method for all would have to be told which is meant, and an argument makes a no-op on Ray a seventh slower. As
+    an async actor it would be slower by as much again.
     """
     classes: dict[str | None, type[Worker]] = {None: packed.cls}
     classes |= {name: role.cls for name, role in roles_of(packed).items()}
-    heads = [
-        CallHead(role, method, wants_reply)
+    serving = _serving_async if is_async(packed) else _serving
+    serves = {
+        head.name: serving(head, getattr(cls, method))
         for role, cls in classes.items()
-        for method in {name for base in cls.__mro__ for name, value in vars(base).items() if callable(value)}
-        if not method.startswith("__")
-        for wants_reply in (True, False)
-    ]
-    return type("RayHost", (RayHost,), {head.name: _serving(head) for head in heads})
+        for method in _methods(cls)
+        for head in (CallHead(role, method), CallHead(role, method, wants_reply=False))
+    }
+    return type("RayHost", (AsyncRayHost if is_async(packed) else RayHost,), serves)
 
 
-def _serving(head: CallHead) -> Callable[..., Any]:
+def _methods(cls: type[Worker]) -> set[str]:
+    names = {name for base in cls.__mro__ for name, value in vars(base).items() if callable(value)}
+    return {name for name in names if not name.startswith("__")} - {"on_device"}
+
+
+def _serving(head: CallHead, method: Callable[..., Any]) -> Callable[..., Any]:
     def serve(host: RayHost, shared: Payload = b"", own: Payload = b"", *replies: Any) -> Any:
         """`shared` are the arguments all ranks get, `own` is the first one where each rank has its own; `replies` of
         other workers fill the slots among them."""
-        return host.call_packed(head, shared, own, replies)
+        return host.call_packed(head, shared, own, *replies)
 
     return serve
+
+
+def _serving_async(head: CallHead, method: Callable[..., Any]) -> Callable[..., Any]:
+    async def serve_plain(host: AsyncRayHost, turn: Turn, packed: Sequence[Any] = ()) -> Any:
+        return await host.call_plain(head, turn, packed)
+
+    async def serve_coroutine(host: AsyncRayHost, turn: Turn, packed: Sequence[Any] = ()) -> Any:
+        return await host.call_coroutine(head, turn, packed)
+
+    async def serve_stream(host: AsyncRayHost, turn: Turn, packed: Sequence[Any] = ()) -> AsyncGenerator[Any, None]:
+        async with aclosing(host.stream_packed(head, turn, packed)) as items:
+            async for item in items:
+                yield item
+
+    if inspect.isasyncgenfunction(method):
+        return serve_stream
+    return serve_coroutine if inspect.iscoroutinefunction(method) else serve_plain
 
 
 def _can_travel(error: Exception) -> bool:

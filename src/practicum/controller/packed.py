@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any, Generic, ParamSpec, Self, TypeVar, cast
 
 import ray
 
+from practicum.controller.loop import run_or_begin
 from practicum.controller.worker import Worker, WorkerContext
 from practicum.errors import CallError
 
@@ -102,13 +103,32 @@ class FusedWorker(Worker):
                 # The mapping is shared, so that a role built early also sees the ones built after it.
                 self.roles[name] = packed.build(self.context, self.roles)
         except BaseException:
-            self.close()
+            closing = self.close()
+            if closing is not None:
+                run_or_begin(closing)
             raise
 
-    def close(self) -> None:
+    def close(self) -> Coroutine[Any, Any, None] | None:
+        coroutines: list[Coroutine[Any, Any, None]] = []
+
+        def close(worker: Worker) -> None:
+            closing = worker.close()
+            if closing is not None:
+                coroutines.append(closing)
+
         with ExitStack() as stack:  # all are closed, the last built first, even if one raises
             for worker in self.roles.values():
-                stack.callback(worker.close)
+                stack.callback(close, worker)
+        return _one_by_one(coroutines) if coroutines else None
+
+
+async def _one_by_one(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
+    async def run(coroutine: Coroutine[Any, Any, None]) -> None:
+        await coroutine
+
+    async with AsyncExitStack() as stack:
+        for coroutine in reversed(coroutines):
+            stack.push_async_callback(run, coroutine)
 
 
 def roles_of(packed: RayClassWithInitArgs[Any]) -> Mapping[str, RayClassWithInitArgs[Any]]:

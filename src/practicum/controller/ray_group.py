@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +15,7 @@ import ray
 
 from practicum.controller import register
 from practicum.controller.crew import Crew, CrewPlan
-from practicum.controller.future import GroupFuture
+from practicum.controller.future import GroupFuture, Replies
 from practicum.controller.group import Call, W, WorkerGroup, positive_seconds
 from practicum.controller.host import CallHead
 from practicum.controller.mesh import Mesh
@@ -32,6 +35,37 @@ class Post:
     relief: threading.Lock = field(default_factory=threading.Lock)
     # Calls of two threads reach all ranks in one order: else their collectives would wait for each other.
     turn: threading.Lock = field(default_factory=threading.Lock)
+
+
+class RayReplies(Replies):
+    """The replies of Ray actors."""
+
+    def __init__(
+        self,
+        handles: Sequence[Any],
+        deadline: float,
+        upstream: Sequence[GroupFuture[Any]],
+        crew: Crew,
+        ranks: Sequence[int],
+        what: str,
+        cancel: Callable[[], Awaitable[None]] | None,
+    ) -> None:
+        super().__init__(handles, deadline, upstream)
+        self._crew = crew
+        self._ranks = ranks
+        self._what = what
+        self._cancel = cancel
+
+    def _wait(self, deadline: float) -> list[Any]:
+        return self._crew.collect(self.handles, self._ranks, self._what, deadline)
+
+    async def _arrive(self, deadline: float) -> list[Any]:
+        try:
+            return await self._crew.arrive(self.handles, self._ranks, self._what, deadline)
+        except asyncio.CancelledError:
+            if self._cancel is not None:
+                await self._cancel()
+            raise
 
 
 class RayWorkerGroup(WorkerGroup[W]):
@@ -122,32 +156,70 @@ class RayWorkerGroup(WorkerGroup[W]):
             )
         return crew
 
-    def _send(
-        self, call: Call, ranks: Sequence[int], answering: Sequence[int]
-    ) -> tuple[list[Any], Callable[[float], list[Any]]]:
+    def _send(self, call: Call, ranks: Sequence[int], answering: Sequence[int], deadline: float) -> Replies:
         crew = self._crew()
-        refs: list[Any] = []  # replies of other calls, for the slots among the arguments
+        arguments = self._packed(call, crew, len(ranks))
+        answers = set(answering)
+        handles, turns = [], []
+        with self._post.turn:
+            for rank in ranks:
+                method = _actor_method(call.role, call.method, rank in answers)
+                handle, turn = crew.send(rank, method, arguments(rank))
+                handles.append(handle)
+                turns.append(turn)
+        cancel = self._cancelling(crew, ranks, turns, call.what) if call.is_awaited else None
+        return RayReplies(handles, deadline, call.upstream, crew, ranks, call.what, cancel)
+
+    async def _stream(self, call: Call, rank: int) -> AsyncGenerator[Any, None]:
+        crew = self._crew()
+        arguments = self._packed(call, crew, 1)(rank)
+        with self._post.turn:
+            items, turn = crew.send(rank, _actor_method(call.role, call.method, True), arguments)
+        ended = False
+        try:
+            while True:
+                deadline = time.monotonic() + self._timeout_s
+                try:
+                    item = await asyncio.wait_for(anext(items), self._timeout_s)
+                    (reply,) = await crew.arrive([item], [rank], call.what, deadline)
+                except StopAsyncIteration:
+                    ended = True
+                    return
+                except TimeoutError:
+                    raise await asyncio.to_thread(crew.late, [rank], f"the next item of {call.what}") from None
+                yield reply
+        finally:
+            if not ended:
+                await self._cancelling(crew, [rank], [turn], call.what)()
+
+    def _cancelling(
+        self, crew: Crew, ranks: Sequence[int], turns: Sequence[Any], what: str
+    ) -> Callable[[], Awaitable[None]]:
+        """A function that cancels calls of coroutines and returns when they have ended."""
+
+        async def cancel() -> None:
+            with contextlib.suppress(WorkerDied):  # whoever is gone runs no coroutines
+                with self._post.turn:
+                    handles = [crew.send(rank, "cancel", [turn])[0] for rank, turn in zip(ranks, turns, strict=True)]
+                await crew.arrive(handles, ranks, f"the end of {what}, cancelled", time.monotonic() + self._timeout_s)
+
+        return cancel
+
+    def _packed(self, call: Call, crew: Crew, num_ranks: int) -> Callable[[int], Sequence[Any]]:
+        """The arguments for each rank, packed: shared, own, and replies of other calls for the slots among them."""
+        if not hasattr(crew.hosts[0], _actor_method(call.role, call.method, True)):
+            raise CallError(f"group {self.name!r}: its workers, started by another driver, have no {call.what}")
+        refs: list[Any] = []
         args = [_in_slot(value, refs) for value in call.args]
         kwargs = {name: _in_slot(value, refs) for name, value in call.kwargs.items()}
         shared: Any = b""
         if args or kwargs:
-            shared = _parcel(pack_arguments((args, kwargs), call.what, call.by_name), len(ranks))
-        own = None if call.own is None else [self._own_argument(call, value, refs) for value in call.own]
-        answers = set(answering)
-        handles = []
-        if not hasattr(crew.hosts[0], _actor_method(call.role, call.method, True)):
-            raise CallError(f"group {self.name!r}: its workers, started by another driver, have no {call.what}")
-        with self._post.turn:
-            for rank in ranks:
-                method = getattr(crew.hosts[rank], _actor_method(call.role, call.method, rank in answers))
-                if own is not None:
-                    arguments = [shared, *own[self._mesh.coordinates(rank).data]]
-                elif refs:
-                    arguments = [shared, b"", *refs]
-                else:
-                    arguments = [shared] if shared else []
-                handles.append(method.remote(*arguments))
-        return handles, lambda deadline: crew.collect(handles, ranks, call.what, deadline)
+            shared = _parcel(pack_arguments((args, kwargs), call.what, call.by_name), num_ranks)
+        if call.own is not None:
+            own = [[shared, *self._own_argument(call, value, refs)] for value in call.own]
+            return lambda rank: own[self._mesh.coordinates(rank).data]
+        same = [shared, b"", *refs] if refs else [shared] if shared else []
+        return lambda rank: same
 
     def _own_argument(self, call: Call, value: Any, refs: Sequence[Any]) -> list[Any]:
         """The argument of one shard, followed by the replies that come along for it."""

@@ -76,9 +76,19 @@ def _culprit(by_name: Mapping[str, Any], error: Exception) -> tuple[str, Excepti
     return "an argument", error
 
 
-def fill_slots(
-    args: Sequence[Any], kwargs: Mapping[str, Any], replies: Sequence[Any]
-) -> tuple[list[Any], dict[str, Any]]:
+def unpack_arguments(
+    shared: Payload = b"", own: Payload = b"", *replies: Any
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """`shared` are the arguments all ranks get, `own` is the first one where each rank has its own; `replies` of other
+    workers fill the slots among them."""
+    args: list[Any] = [unpack(own)] if own else []
+    kwargs: Mapping[str, Any] = {}
+    if shared:
+        more, kwargs = unpack(shared)
+        args.extend(more)
+    if not replies:
+        return args, kwargs
+
     def filled(value: Any) -> Any:
         return value.fill(replies) if isinstance(value, Slot) else value
 

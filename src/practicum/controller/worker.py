@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from practicum.controller.mesh import Coordinates, Mesh
 from practicum.errors import CallError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,8 @@ class Worker:
     context: WorkerContext
     siblings: Mapping[str, Worker]
     """The other roles in this process by name, when the worker is fused with others; see `FusedWorker`."""
+    device_thread: ClassVar[Executor | None] = None
+    """The one thread of this process that runs plain methods, where methods that are coroutines have its event loop."""
 
     @property
     def rank(self) -> int:
@@ -58,8 +66,20 @@ class Worker:
         """Where this rank stands in the mesh of that name."""
         return find_mesh(self.context.meshes, mesh, self.context.group).coordinates(self.rank)
 
-    def close(self) -> None:
-        """Give back what outlives the object. For in-process groups: a Ray worker ends with its process."""
+    async def on_device(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a function from a coroutine as plain methods are called: on the device thread, in turn with them.
+
+        In-process workers have no such thread: there it is called at once.
+        """
+        if self.device_thread is None:
+            return function(*args, **kwargs)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.device_thread, lambda: function(*args, **kwargs))
+
+    def close(self) -> Coroutine[Any, Any, None] | None:
+        """Give back what outlives the object; may be a coroutine. For in-process groups: a Ray worker ends with its
+        process."""
+        return None
 
 
 def find_mesh(meshes: Mapping[str, Mesh], name: str, group: str) -> Mesh:

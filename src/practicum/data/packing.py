@@ -1,4 +1,4 @@
-"""From samples of many lengths to micro-batches of few, full rows.
+"""Packing of samples of many lengths into micro-batches of few, full rows.
 
     plan_micro_batches   which samples go into which micro-batch of which rank: balanced, the same number for each rank
     pack                 one micro-batch: samples laid end to end in rows, with positions that restart at each sample

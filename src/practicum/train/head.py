@@ -37,7 +37,7 @@ class _LogProbs(torch.autograd.Function):
         logsumexps, log_probs, entropies = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         for rows in _parts(len(hidden), weight.shape[0]):
             logits = linear(hidden[rows], weight, bias)
-            logsumexps[rows], log_probs[rows], entropies[rows] = _forward_rows(logits, targets[rows], temperature)
+            logsumexps[rows], log_probs[rows], entropies[rows] = _logits_statistics(logits, targets[rows], temperature)
         ctx.save_for_backward(hidden, weight, bias, targets, logsumexps, entropies)
         ctx.temperature, ctx.learns = temperature, learns
         if not learns:
@@ -53,7 +53,7 @@ class _LogProbs(torch.autograd.Function):
         for rows in _parts(len(hidden), weight.shape[0]):
             logits = linear(hidden[rows], weight, bias)
             of_entropy = grads[1][rows] if ctx.learns else None
-            logits_grad = _logits_grad(
+            logits_grad = _logits_gradient(
                 logits, targets[rows], logsumexps[rows], entropies[rows], grads[0][rows], of_entropy, ctx.temperature
             )
             if hidden_grad is not None:
@@ -81,18 +81,18 @@ def _has_kernels(logits: Tensor) -> bool:
     return logits.is_cuda and find_spec("triton") is not None
 
 
-def _forward_rows(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def _logits_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     if _has_kernels(logits):
-        from practicum.train.cuda.kernels import log_probs_and_entropies
+        from practicum.train.cuda.kernels import logits_statistics
 
-        return log_probs_and_entropies(logits, targets, temperature)
+        return logits_statistics(logits, targets, temperature)
     scaled = logits.float() / temperature
     logsumexps = scaled.logsumexp(-1)
     log_probs = scaled - logsumexps[:, None]
     return logsumexps, log_probs.gather(1, targets[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
 
 
-def _logits_grad(
+def _logits_gradient(
     logits: Tensor,
     targets: Tensor,
     logsumexps: Tensor,
@@ -102,9 +102,9 @@ def _logits_grad(
     temperature: float,
 ) -> Tensor:
     if _has_kernels(logits):
-        from practicum.train.cuda.kernels import logits_grad
+        from practicum.train.cuda.kernels import logits_gradient
 
-        return logits_grad(logits, targets, logsumexps, entropies, grads, of_entropy, temperature)
+        return logits_gradient(logits, targets, logsumexps, entropies, grads, of_entropy, temperature)
     log_probs = logits.float() / temperature - logsumexps[:, None]
     probs = log_probs.exp()
     grad = -grads[:, None] * probs

@@ -12,20 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from practicum.rollout.inbox import Inbox, Ticket
-from practicum.rollout.runner import EngineRunner, Order
 
 from practicum.errors import RolloutError
 from practicum.models import load_tokenizer
-<<<<<<< HEAD
 from practicum.rollout.engine.sequence import Sequence
 from practicum.rollout.openai import OpenAIRollout
 from practicum.types import PromptGroup, Sample, SamplingParams
 from tests.rollout.asking import ask, run, tokens, written
-=======
-from practicum.rollout.remote.openai import OpenAIRollout
-from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams
->>>>>>> engine
 from tests.rollout.fake_completions import EOS, FakeServer, log_softmax
 
 

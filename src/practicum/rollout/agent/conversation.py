@@ -134,10 +134,10 @@ class Conversations:
                     num_tasks -= len(done)
                     whole = []
                     for task in done:
-                        if task.exception() is None and (conversation := task.result()) is not None:
-                            num_open[conversation.group] -= 1
-                            if not num_open[conversation.group]:
-                                whole.append(conversation.group)
+                        if task.exception() is None and (ended_now := task.result()) is not None:
+                            num_open[ended_now.group] -= 1
+                            if not num_open[ended_now.group]:
+                                whole.append(ended_now.group)
                     if whole:
                         yield whole
                     for task in done:

@@ -30,13 +30,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from practicum.rollout.cuda.engine import CudaRollout
 
 from bench.gpu_grpo import grpo_rows
 from bench.gpu_models import save_shape, step_bytes
 from bench.gpu_train import agreement_rows, train_rows
 from bench.harness import ROOT, Row, environment, print_table, write_json
 from practicum.models import load_config
-from practicum.rollout.cuda.engine import CudaRollout
 from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams
 
 CASES = ("dense", "moe")

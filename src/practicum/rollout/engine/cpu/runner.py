@@ -100,7 +100,7 @@ class CpuRunner(ModelRunner):
         self._cache.clear()  # it may hold what is no number
         self._drawn.clear()
         if self.recorder is not None:
-            self.recorder.take()
+            self.recorder.discard()
 
     # Steps
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from practicum.loop.writers import writer_problems
 
 from practicum import Config, Trainer
 from practicum.errors import CheckpointError, ConfigError, ModelError
 from practicum.loop.explain import explanation
+from practicum.loop.placement import rollout_problems
 from practicum.loop.run_folder import read_metrics
 from practicum.models import load_model
 from tests.loop.test_trainer import timeless, weights
@@ -154,7 +154,7 @@ def test_mistakes_are_found_before_anything_starts(make_config: MakeConfig, monk
     with pytest.raises(ConfigError, match=r"send=adapters is for engines that weights are sent to.*placement=hybrid"):
         make_config(*LORA, "actor.lora.send=adapters")
     alone = ("actor.lora.send=adapters", "actor.lora.rank=600", "rollout.placement=standalone", "rollout.engine=vllm")
-    problems = writer_problems(make_config(*LORA, *alone, f"rollout.vllm.python={sys.executable}"))
+    problems = rollout_problems(make_config(*LORA, *alone, f"rollout.vllm.python={sys.executable}"))
     assert any("rank 512 at most, and actor.lora.rank=600" in problem for problem in problems)
     assert any("on CPUs vLLM cannot compute a mixture of experts with adapters" in problem for problem in problems)
     with pytest.raises(ModelError, match=r"has no layer 'query'. Linear are q_proj"):

@@ -12,9 +12,8 @@ import torch
 
 from practicum.errors import ReplayError, RolloutError
 from practicum.models import load_model
-from practicum.rollout import cpu
+from practicum.rollout.engine.cpu.kernels import load_kernels
 from practicum.rollout.hf import HFRollout
-from practicum.rollout.kernels import load_kernels
 from practicum.rollout.native import NativeRollout
 from practicum.types import Prompt, RolloutRequest, SamplingParams
 from practicum.weights import WeightUpdate

@@ -30,10 +30,10 @@ from practicum.models import (
     num_cores,
     resolve_device,
 )
+from practicum.rollout.engine.sleep import gigabytes, total_bytes
 from practicum.rollout.engines import EngineSettings
 from practicum.rollout.server import ModelServer, Service, classification_service, generation_service
 from practicum.rollout.server.encoder import Limit
-from practicum.rollout.engine.sleep import gigabytes, total_bytes
 
 _MOST_ANSWERS = 512  # that a judge writes at a time; max_batch_tokens is the narrower limit
 # A replica answers this even in the middle of a forward pass: one that does not is gone or hangs.

@@ -48,7 +48,7 @@ class BaseRollout(ABC):
 
     def __init__(self) -> None:
         self._open: dict[Sequence, None] = {}  # to be written, in the order of their coming
-        self._under_way: set[Sequence] = set()  # those that the engine has
+        self._under_way: dict[Sequence, None] = {}  # those that the engine has
         self._num_writing = 0
         self._turns: deque[_Turn] = deque()  # of those who want the engine exclusively
         self._watchers: list[asyncio.Future[None]] = []
@@ -208,7 +208,7 @@ class BaseRollout(ABC):
         arrived = asyncio.Event()
 
         def hear(sequence: Sequence) -> None:
-            self._under_way.discard(sequence)
+            self._under_way.pop(sequence, None)
             if not sequence.done.cancelled():
                 sequence.done.exception()  # so that it counts as seen where nobody asks any more
             came.append(sequence)
@@ -216,6 +216,7 @@ class BaseRollout(ABC):
             self._notify()
 
         held = list(sequences)  # not submitted
+        order = {sequence: number for number, sequence in enumerate(sequences)}
 
         def may_go_on() -> bool:
             return not self._holds_sequences or any(one.is_aborted for one in held)
@@ -236,7 +237,7 @@ class BaseRollout(ABC):
                         sequence.done = asyncio.get_running_loop().create_future()
                         sequence.done.add_done_callback(lambda _, sequence=sequence: hear(sequence))  # type: ignore[misc]
                     self.submit(held)
-                    self._under_way.update(held)
+                    self._under_way.update(dict.fromkeys(held))
                     held = []
                 await arrived.wait()
                 arrived.clear()
@@ -253,6 +254,7 @@ class BaseRollout(ABC):
                         del self._open[sequence]
                         ended.append((sequence, sample))
                 came.clear()
+                held.sort(key=order.__getitem__)
                 if ended:
                     yield ended
                 if failure is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ class HFRollout(LocalRollout):
         max_batch_tokens: int | None = None,
         stays_loaded: bool = False,
     ) -> None:
-        super().__init__(EngineModel(model_path, device=device, dtype=dtype, stays_loaded=stays_loaded))
+        super().__init__(partial(EngineModel, model_path, device=device, dtype=dtype, stays_loaded=stays_loaded))
         self._max_batch = max_batch
         self._max_batch_tokens = max_batch_tokens
         self._queue: list[Sequence] = []

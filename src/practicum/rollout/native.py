@@ -13,6 +13,7 @@ which is thrown away.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 
@@ -40,7 +41,8 @@ class NativeRollout(LocalRollout):
         stays_loaded: bool = False,
         runner: type[ModelRunner] | None = None,
     ) -> None:
-        model = (runner or CpuRunner)(
+        open_runner = partial(
+            runner or CpuRunner,
             model_path,
             device=device,
             dtype=dtype,
@@ -49,12 +51,12 @@ class NativeRollout(LocalRollout):
             keep_routes=keep_routes,
             stays_loaded=stays_loaded,
         )
-        super().__init__(model)
+        super().__init__(open_runner)
         self._scheduler = Scheduler(
             max_batch=max_batch,
-            block_size=model.block_size,
-            prefill_tokens=model.prefill_tokens,
-            grow_blocks=model.grow_blocks,
+            block_size=self.model.block_size,
+            prefill_tokens=self.model.prefill_tokens,
+            grow_blocks=self.model.grow_blocks,
         )
 
     @property

@@ -1,6 +1,6 @@
 """The schemas of rollout over HTTP: what a model server is asked, and what it answers, in OpenAI's shapes.
 
-    CompletionRequest, ChatRequest ─ to_groups ─▶ PromptGroup ─ engine ─▶ Sample ─▶ CompletionReply, ChatReply
+    CompletionRequest, ChatRequest ─ to_groups ─▶ PromptGroup ─ engine ─▶ Sample ─▶ Choice, Reply
     TokenizeRequest, DetokenizeRequest, LogProbsRequest, UpdateWeightsRequest, ClassifyRequest
 
 Fields that are not known are refused: the answer would not be the one asked for. Fields that are null are as if they
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -448,43 +448,6 @@ class Usage(Schema):
         return cls(prompt_tokens=num_prompt, completion_tokens=num_written, total_tokens=num_prompt + num_written)
 
 
-class Choice(Schema):
-    """One answer or, in a stream, what has come of it since the last chunk. The ids and the version of the weights are
-    what OpenAI's replies lack."""
-
-    index: int
-    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
-    """None: there is more to come."""
-    token_ids: list[int]
-    weight_version: int | None = None
-    """The version of the weights that wrote the end of the answer; there when it is finished."""
-    prompt_token_ids: list[int] | None = None
-
-
-class CompletionLogProbs(Schema):
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: None = None
-    text_offset: list[int]
-
-
-class CompletionChoice(Choice):
-    text: str
-    logprobs: CompletionLogProbs | None = None
-
-
-class TokenLogProb(Schema):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[Any] = []
-
-
-class ChatLogProbs(Schema):
-    content: list[TokenLogProb]
-    refusal: None = None
-
-
 class ReplyToolCall(ToolCall):
     index: int | None = None
     """The number of the call in the answer; in streams only."""
@@ -499,32 +462,38 @@ class ReplyMessage(Schema):
     tool_calls: list[ReplyToolCall] | None = None
 
 
-class ChatChoice(Choice):
+class Choice(Schema):
+    """One answer or, in a stream, what has come of it since the last chunk. OpenAI's replies have no token ids and no
+    version of the weights."""
+
+    index: int
+    text: str = ""
+    """The text of a completion; chats have `message`, or `delta` in a stream."""
     message: ReplyMessage | None = None
     delta: ReplyMessage | None = None
-    logprobs: ChatLogProbs | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+    """None: there is more to come."""
+    logprobs: dict[str, Any] | None = None
+    token_ids: list[int]
+    weight_version: int | None = None
+    """The version of the weights that wrote the end of the answer; there when it is finished."""
+    prompt_token_ids: list[int] | None = None
 
 
-C = TypeVar("C", bound=Choice)
-
-
-class Reply(Schema, Generic[C]):
+class Reply(Schema):
     """The answers to one request, or a chunk of a stream. Fields that were not set do not go over the wire."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: list[C]
+    choices: list[Choice]
     usage: Usage | None = None
     weight_version: int | None = None
 
-    def to_json(self) -> bytes:
-        return self.model_dump_json(exclude_unset=True).encode()
-
-
-CompletionReply = Reply[CompletionChoice]
-ChatReply = Reply[ChatChoice]
+    def with_choices(self, choices: list[Choice], **fields: Any) -> bytes:
+        """Return it as JSON with these choices."""
+        return self.model_copy(update={"choices": choices, **fields}).model_dump_json(exclude_unset=True).encode()
 
 
 def describe(error: ValidationError) -> str:

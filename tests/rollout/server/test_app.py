@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
+import os
+import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from practicum.controller.host import host_address
+from practicum.errors import RolloutError
+from practicum.rollout.server import serve
+from practicum.rollout.server.errors import (
+    BadRequest,
+    NoSuchModel,
+    Unauthorized,
+    Unavailable,
+    error_response,
+)
+from practicum.rollout.server.metrics import Metrics
 from tests.rollout.server.fakes import WAIT_S, FakeClassifier, Served, doubled
 from tests.rollout.server.models import ask
 
@@ -18,8 +34,8 @@ from tests.rollout.server.models import ask
 def start() -> Iterator[Callable[..., str]]:
     servers: list[Served] = []
 
-    def starting(fake: FakeClassifier, **settings: Any) -> str:
-        servers.append(Served(fake.service(), **settings))
+    def starting(fake: FakeClassifier, names: frozenset[str] | None = None, **settings: Any) -> str:
+        servers.append(Served(fake.service(names), **settings))
         return servers[-1].url
 
     yield starting
@@ -193,3 +209,168 @@ def test_metrics_tell_what_was_done(start: Callable[..., str]) -> None:
         "practicum_server_running 0.0",
     ):
         assert line in told
+
+
+def test_only_its_own_names_are_answered_to(start: Callable[..., str]) -> None:
+    url = start(FakeClassifier(), names=frozenset({"fake", "default"}))
+    for name in ("fake", "default", None):
+        assert ask(url, "/tokenize", {"prompt": "1", "model": name})[0] == 200
+    status, told = ask(url, "/tokenize", {"prompt": "1", "model": "other"})
+    assert (status, told["error"]["message"]) == (404, "there is no model 'other' here; this is 'fake'.")
+    assert ask(start(FakeClassifier()), "/tokenize", {"prompt": "1", "model": "other"})[0] == 200
+
+
+def test_text_to_tokens_and_back(start: Callable[..., str]) -> None:
+    url = start(FakeClassifier())
+    assert ask(url, "/tokenize", {"prompt": "<user>1"}) == (200, {"tokens": [2, 5], "count": 2, "max_model_len": 7})
+    assert ask(url, "/detokenize", {"tokens": [2, 5]}) == (200, {"prompt": "<user>1"})
+    assert ask(url, "/detokenize", {"tokens": []})[0] == 400
+
+
+def test_it_serves_until_it_is_closed() -> None:
+    threads = threading.active_count()
+    server = Served(FakeClassifier().service())
+    assert doubled(ask(server.url, "/classify", {"input": ["1", "2"]})) == [2, 4]
+    server.close()
+    server.close()
+    assert threading.active_count() == threads
+    port = int(server.url.rpartition(":")[2])
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", port), timeout=1)
+
+
+def test_sleeping_has_a_deadline() -> None:
+    fake = FakeClassifier(gated=True)
+    server = Served(fake.service())
+    try:
+        asking = threading.Thread(target=ask, args=(server.url, "/classify", {"input": "1"}))
+        asking.start()
+        assert fake.begun.acquire(timeout=WAIT_S)
+        with pytest.raises(TimeoutError, match=r"not done with falling asleep within 0\.1 s"):
+            server.run(server.server.sleep(0.1))
+        fake.go_on.release()
+        asking.join(WAIT_S)
+        server.run(server.server.sleep(WAIT_S))
+        assert not fake.weights.is_awake
+    finally:
+        fake.go_on.release()
+        server.close()
+
+
+def test_an_address_that_cannot_be_had_is_an_error_that_says_why() -> None:
+    with pytest.raises(RolloutError, match=r"cannot listen at 192\.0\.2\.1.* an address of this machine"):
+        Served(FakeClassifier().service(), host="192.0.2.1")
+    server = Served(FakeClassifier().service())
+    try:
+        port = int(server.url.rpartition(":")[2])
+        with pytest.raises(RolloutError, match=rf"port {port} of 127\.0\.0\.1 is in use: .*0 for a free one"):
+            Served(FakeClassifier().service(), host="127.0.0.1", port=port)
+    finally:
+        server.close()
+
+
+def test_listening_everywhere_it_names_an_address_others_can_use() -> None:
+    server = Served(FakeClassifier().service(), host="0.0.0.0")
+    try:
+        assert server.url.startswith(f"http://{host_address()}:")
+        assert ask(server.url, "/health", method="GET")[0] == 200
+    finally:
+        server.close()
+
+
+def test_closing_gives_requests_under_way_their_time_and_lets_nobody_in() -> None:
+    fake = FakeClassifier(gated=True)
+    server = Served(fake.service())
+    kept = http.client.HTTPConnection("127.0.0.1", int(server.url.rpartition(":")[2]), timeout=WAIT_S)
+    kept.request("GET", "/health")
+    kept.getresponse().read()
+    with ThreadPoolExecutor(2) as threads:
+        asking = threads.submit(ask, server.url, "/classify", {"input": "1"})
+        assert fake.begun.acquire(timeout=WAIT_S)
+        closing = threads.submit(server.close, WAIT_S)
+        told = b""
+        while b"about to end" not in told:  # until then it would be let in, if it had something to ask
+            assert closing.running()
+            kept.request("POST", "/classify", '{"input": []}')
+            told = kept.getresponse().read()
+        fake.go_on.release()
+        assert doubled(asking.result(WAIT_S)) == [2]
+        closing.result(WAIT_S)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_by_itself(number: signal.Signals) -> None:
+    answers = []
+
+    def ask_and_tell(url: str) -> None:
+        answers.append(ask(url, "/classify", {"input": "4"}))
+        os.kill(os.getpid(), number)
+
+    def on_ready(url: str) -> None:
+        threading.Thread(target=ask_and_tell, args=(url,)).start()
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        asyncio.run(serve(FakeClassifier().service(), on_ready, host="127.0.0.1", port=0))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert doubled(answers[0]) == [8]
+
+
+def test_errors_have_openais_shape() -> None:
+    cases: list[tuple[Exception, int, str, str | None]] = [
+        (BadRequest("too long", "context_length_exceeded"), 400, "invalid_request_error", "context_length_exceeded"),
+        (BadRequest("bad"), 400, "invalid_request_error", None),
+        (Unauthorized("who?"), 401, "authentication_error", "invalid_api_key"),
+        (NoSuchModel("x"), 404, "invalid_request_error", "model_not_found"),
+        (Unavailable("asleep"), 503, "service_unavailable", None),
+        (ValueError("a bug"), 500, "server_error", None),
+    ]
+    for error, status, kind, code in cases:
+        reply = error_response(error)
+        assert reply.status == status and reply.body is not None
+        told = json.loads(reply.body)["error"]  # type: ignore[arg-type]
+        assert (told["type"], told["code"]) == (kind, code)
+        assert str(error) in told["message"]
+    assert error_response(Unauthorized("who?")).headers["WWW-Authenticate"] == "Bearer"
+
+
+def test_figures_add_up() -> None:
+    metrics, running = Metrics(), 2.0
+    metrics.watch("running", "Requests.", lambda: running)
+    for seconds in (0.02, 0.2):
+        metrics.answered("/v1/completions", 200, seconds)
+    metrics.add_tokens(5)
+    metrics.add_tokens(0, 7)
+    metrics.first_token(0.05)
+    metrics.abandoned()
+    told = metrics.text().decode()
+    running = 3.0
+    for line in (
+        'practicum_server_requests_total{path="/v1/completions",status="200"} 2.0',
+        'practicum_server_request_seconds_bucket{le="0.1",path="/v1/completions"} 1.0',
+        "practicum_server_first_token_seconds_count 1.0",
+        "practicum_server_prompt_tokens_total 5.0",
+        "practicum_server_written_tokens_total 7.0",
+        "practicum_server_abandoned_total 1.0",
+        "practicum_server_running 2.0",
+    ):
+        assert line in told
+    assert "practicum_server_running 3.0" in metrics.text().decode()
+    assert "practicum_server_running" not in Metrics().text().decode()  # each has its own
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"{", r"the body is not JSON: "),
+        (b"\xff", r"the body is not JSON: "),
+        (b"[" * 100_000, r"the body is not JSON: "),
+        (b"[]", r"valid dictionary"),
+        (b"{}", r"give either prompt or messages"),
+    ],
+    ids=["cut off", "no text", "too deep", "a list", "incomplete"],
+)
+def test_what_cannot_be_read_says_why(start: Callable[..., str], data: bytes, message: str) -> None:
+    status, told = ask(start(FakeClassifier()), "/tokenize", data)
+    assert status == 400 and message in told["error"]["message"]

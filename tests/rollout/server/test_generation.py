@@ -393,3 +393,49 @@ def test_many_clients_at_once_each_get_their_own(url: str) -> None:
     assert [[c["token_ids"] for c in told["choices"]] for _, told in alone] == [
         [c["token_ids"] for c in told["choices"]] for _, told in together[::12]
     ]
+
+
+def test_tokens_come_as_they_are_written_and_nothing_ahead(steps: tuple[StepEngine, str]) -> None:
+    engine, url = steps
+    with client_of(url) as client:
+        parts = iter(client.completions.create(model="steps", prompt=["1", "1"], max_tokens=2, stream=True))
+        engine.step()
+        assert sorted(next(parts).choices[0].index for _ in range(2)) == [0, 1]
+        engine.step()
+        rest = [(part.choices[0].index, part.choices[0].finish_reason) for part in parts]
+    assert sorted(rest, key=str) == [(0, "length"), (0, None), (1, "length"), (1, None)]
+
+
+def test_closing_breaks_off_what_takes_too_long(tiny_model: Path) -> None:
+    engine = StepEngine()
+    with Served(engine.service(tiny_model)) as server, ThreadPoolExecutor() as threads:
+        asking = threads.submit(client_sees, server.url)
+        wait_for(server.url, "running", 1)
+        server.close(0.05)
+        assert asking.result(WAIT_S) == "connection lost" and engine.num_aborted == 1
+
+
+def client_sees(url: str) -> str:
+    try:
+        ask(url, "/v1/completions", {"prompt": "1"})
+    except (OSError, http.client.HTTPException):
+        return "connection lost"
+    return "an answer"
+
+
+def test_an_answer_that_the_engine_aborts_is_503(steps: tuple[StepEngine, str]) -> None:
+    engine, url = steps
+    with ThreadPoolExecutor() as threads:
+        asking = threads.submit(ask, url, "/v1/completions", {"prompt": "1"})
+        wait_for(url, "running", 1)
+        assert engine._loop is not None
+        engine._loop.call_soon_threadsafe(engine.abort)
+        status, told = asking.result(WAIT_S)
+    assert status == 503 and "the answer was broken off" in told["error"]["message"]
+
+
+def test_an_engine_that_has_been_closed_takes_nothing(steps: tuple[StepEngine, str]) -> None:
+    engine, url = steps
+    engine._is_closed = True
+    status, told = ask(url, "/v1/completions", {"prompt": "1"})
+    assert (status, told["error"]["message"]) == (503, "the engine has been closed.")

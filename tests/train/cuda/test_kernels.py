@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from tests.rollout.engine.cuda.kernels import DEVICE, random
+from tests.rollout.engine.cuda.device import DEVICE, HAS_KERNELS, random
 
-from practicum.train.cuda.kernels import logits_gradient, logits_statistics, rotate, silu_mul  # isort: skip
+if not HAS_KERNELS:
+    pytest.skip("no CUDA device, or no Triton", allow_module_level=True)
+
+from practicum.train.cuda.kernels import logits_gradient, logits_statistics, rotate, silu_mul
 
 
 def grads_of(out: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

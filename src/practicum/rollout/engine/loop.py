@@ -15,6 +15,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
+from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
@@ -34,16 +35,23 @@ _Result = tuple[Sequence, "asyncio.Future[Sample]", "Sample | BaseException | tu
 
 
 class LocalRollout(BaseRollout):
-    """An engine that writes with a model in this process, on a thread of its own that starts with the first command."""
+    """An engine that writes with a model in this process, on a thread of its own: it ends with the object.
 
-    def __init__(self, model: EngineModel) -> None:
+    The model is opened there too. Each thread that computes has OpenMP threads of its own, and where there are more of
+    them than cores, as after a trial of the model in another thread, each step waits for them to be woken.
+    """
+
+    def __init__(self, open_model: Callable[[], EngineModel]) -> None:
         super().__init__()
-        self.model = model
-        self.eos_ids = model.eos_ids
         self._is_awake = self._is_closed = False
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._results: list[_Result] = []
-        self._thread: threading.Thread | None = None
+        opened: Future[EngineModel] = Future()
+        weakref.finalize(self, self._commands.put, None)
+        work = weakref.ref(self), self._commands, open_model, opened
+        threading.Thread(target=_run, args=work, name="practicum-engine", daemon=True).start()
+        self.model = opened.result()
+        self.eos_ids = self.model.eos_ids
 
     # On the event loop
 
@@ -54,10 +62,10 @@ class LocalRollout(BaseRollout):
         if self._is_closed:
             raise RolloutError("the engine has been closed")
         assert self._is_awake, "generate before resume"
-        self._put(partial(self._begin, sequences))
+        self._commands.put(partial(self._begin, sequences))
 
     def abort_submitted(self, sequences: list[Sequence]) -> None:
-        self._put(partial(self._abort, sequences))
+        self._commands.put(partial(self._abort, sequences))
 
     async def resume(self) -> None:
         if not self._is_awake:
@@ -102,18 +110,8 @@ class LocalRollout(BaseRollout):
                 outcome = None, error  # type: ignore[assignment]
             _call_soon(loop, resolve, *outcome)
 
-        self._put(command)
-        return await result
-
-    def _put(self, command: _Command) -> None:
-        if self._thread is None:
-            # It ends with the object: it holds no reference to it while there is nothing to do.
-            weakref.finalize(self, self._commands.put, None)
-            self._thread = threading.Thread(
-                target=_run, args=(weakref.ref(self), self._commands), name="practicum-engine", daemon=True
-            )
-            self._thread.start()
         self._commands.put(command)
+        return await result
 
     # In the engine's thread
 
@@ -215,7 +213,19 @@ class LocalRollout(BaseRollout):
             _call_soon(loop, _resolve, own)
 
 
-def _run(engine: weakref.ref[LocalRollout], commands: queue.SimpleQueue[_Command | None]) -> None:
+def _run(
+    engine: weakref.ref[LocalRollout],
+    commands: queue.SimpleQueue[_Command | None],
+    open_model: Callable[[], EngineModel],
+    opened: Future[EngineModel],
+) -> None:
+    """The engine's thread. It holds no reference to the engine while there is nothing to do."""
+    try:
+        opened.set_result(open_model())
+    except BaseException as error:
+        opened.set_exception(error)
+        return
+    del open_model, opened
     while (command := commands.get()) is not None:
         own = engine()
         if own is None:

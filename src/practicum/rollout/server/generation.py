@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,18 +24,17 @@ from practicum.models import load_model, weight_shapes
 from practicum.rollout.base import BaseRollout
 from practicum.rollout.engine.sequence import Sequence as EngineSequence
 from practicum.rollout.schemas import (
-    ChatReply,
     ChatRequest,
-    CompletionReply,
     CompletionRequest,
     GenerationRequest,
     LogProbsRequest,
+    Reply,
     UpdateWeightsRequest,
     Usage,
 )
 from practicum.rollout.server.encoder import TOO_LONG, Encoder, Ids, Limit
 from practicum.rollout.server.errors import BadRequest, HttpError, Unavailable, error_json
-from practicum.rollout.server.replies import Answer, ChatAnswer, CompletionAnswer, new_reply
+from practicum.rollout.server.replies import Answer, new_reply
 from practicum.rollout.server.service import Handler, Service
 from practicum.rollout.server.tools import TAGS
 from practicum.types import PromptGroup, Sample
@@ -62,8 +61,8 @@ class _Generation:
 
     request: GenerationRequest
     groups: list[PromptGroup]
-    answers: list[Answer[Any, Any]]
-    reply: CompletionReply | ChatReply  # without answers
+    answers: list[Answer]
+    reply: Reply  # without answers
     arrived: float
 
     @property
@@ -169,7 +168,7 @@ class GenerationService(Service):
         reply = await self.in_encoder(self._reply, asked, [sample for _, sample in samples])
         return web.Response(body=reply, content_type="application/json")
 
-    async def _ended(self, sequences: list[EngineSequence]) -> AsyncIterator[tuple[int, Sample]]:
+    async def _ended(self, sequences: list[EngineSequence]) -> AsyncGenerator[tuple[int, Sample], None]:
         """Have the answers written; yield each with its index when it ends."""
         index = {sequence: number for number, sequence in enumerate(sequences)}
         try:
@@ -206,13 +205,13 @@ class GenerationService(Service):
             finally:
                 self.metrics.add_tokens(0, num_written)
         if asked.request.stream_options.include_usage:
-            used = {"choices": [], "usage": Usage.of(asked.num_prompt_tokens, num_written)}
-            await response.write(_sent(asked.reply.model_copy(update=used).to_json()))
+            usage = Usage.of(asked.num_prompt_tokens, num_written)
+            await response.write(_sent(asked.reply.with_choices([], usage=usage)))
         await response.write(_sent(b"[DONE]"))
         await response.write_eof()
         return response
 
-    async def _events(self, asked: _Generation) -> AsyncIterator[_Event]:
+    async def _events(self, asked: _Generation) -> AsyncGenerator[_Event, None]:
         """Yield tokens as they are written, and the end of each answer."""
         events: asyncio.Queue[_Event | None] = asyncio.Queue()
 
@@ -286,10 +285,8 @@ class GenerationService(Service):
         if isinstance(request, ChatRequest) and request.calls_tools and not request.parallel_tool_calls:
             stop_ids = (*params.stop_token_ids, *self.encoder.special_ids(TAGS[1:]))
             params = replace(params, stop=(*params.stop, TAGS[1]), stop_token_ids=stop_ids)
-        answer = ChatAnswer if isinstance(request, ChatRequest) else CompletionAnswer
         answers = [
-            answer(index, request, self.encoder, ids[index // request.n], in_chunks=request.stream)  # type: ignore[arg-type]
-            for index in range(request.n * len(ids))
+            Answer(index, request, self.encoder, ids[index // request.n]) for index in range(request.n * len(ids))
         ]
         groups = request.to_groups(request.prompts(self.reader), ids, params)
         return _Generation(request, groups, answers, new_reply(request, self.name), arrived)
@@ -310,18 +307,14 @@ class GenerationService(Service):
     def _reply(self, asked: _Generation, samples: Sequence[Sample]) -> bytes:
         num_written = sum(len(sample.token_ids) for sample in samples)
         choices = [answer.finish(sample) for answer, sample in zip(asked.answers, samples, strict=True)]
-        fields = {
-            "choices": choices,
-            "usage": Usage.of(asked.num_prompt_tokens, num_written),
-            "weight_version": max(choice.weight_version for choice in choices),
-        }
-        return asked.reply.model_copy(update=fields).to_json()
+        version = max(int(sample.versions.max()) for sample in samples)
+        usage = Usage.of(asked.num_prompt_tokens, num_written)
+        return asked.reply.with_choices(choices, usage=usage, weight_version=version)
 
     def _chunk(self, asked: _Generation, event: _Event) -> bytes:
-        answer = asked.answers[event.index]
-        done = event.sample is not None
-        choice = answer.finish(event.sample) if done else answer.add(event.token_ids, event.log_probs)
-        return asked.reply.model_copy(update={"choices": [choice]}).to_json()
+        answer, sample = asked.answers[event.index], event.sample
+        choice = answer.add(event.token_ids, event.log_probs) if sample is None else answer.finish(sample)
+        return asked.reply.with_choices([choice])
 
 
 def _sent(data: bytes) -> bytes:

@@ -22,6 +22,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from practicum.rollout.engine.cuda.attention import BLOCK_SIZE, attend, rotate_and_store
 from practicum.rollout.engine.cuda.elementwise import MAX_WIDTH, matvec, rms_norm, silu_mul
 from practicum.rollout.engine.cuda.experts import Router, experts, shared_expert
+from practicum.rollout.engine.cuda.weights import as_one
 
 _FLASH_TYPES = (torch.bfloat16, torch.float16)
 
@@ -302,14 +303,3 @@ def _bind_layer(layer: Any, config: Any) -> _Layer:
     return _Layer(
         layer.input_layernorm, own, layer.post_attention_layernorm, mlp, projections, gates, router, norms, eps, window
     )
-
-
-def as_one(tensors: list[Tensor]) -> Tensor | None:
-    """Return weights [num, ...] that are adjacent in memory as one tensor; None if they are not adjacent."""
-    at = tensors[0].data_ptr()
-    for one in tensors:
-        if one.data_ptr() != at or not one.is_contiguous():
-            return None
-        at += one.nbytes
-    first = tensors[0].detach()
-    return first.as_strided((sum(len(one) for one in tensors), *first.shape[1:]), first.stride())

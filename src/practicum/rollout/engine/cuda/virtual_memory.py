@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from practicum.errors import ResourceError
-from practicum.rollout.sleeping import free_bytes, gigabytes
+from practicum.rollout.engine.sleep import free_bytes, gigabytes
 
 _PINNED, _DEVICE, _READ_WRITE, _OUT_OF_MEMORY = 1, 1, 3, 2  # of cuda.h
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from practicum.rollout.sampling import draw, uniforms
 
 from practicum.errors import TrainingError
-from practicum.rollout.sampling import draw, uniforms
 from practicum.types import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from practicum.rollout.own_model import OwnModelRollout
 
 from practicum.errors import RolloutError
 from practicum.models import load_model
 from practicum.rollout.hf import HFRollout
-from practicum.rollout.own_model import OwnModelRollout
 from practicum.types import Prompt, RolloutRequest, SamplingParams
 from practicum.weights import WeightUpdate
 

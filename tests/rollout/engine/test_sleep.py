@@ -9,10 +9,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from practicum.rollout.sleeping import SleepingWeights
 
 from practicum.errors import ModelError, ResourceError
 from practicum.models import load_classifier, load_model
+from practicum.rollout.engine.sleep import SleepingWeights
 from tests.rollout.server.models import save_classifier
 
 CPU = torch.device("cpu")

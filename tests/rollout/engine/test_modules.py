@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from practicum.rollout import cpu
+from practicum.rollout.engine.cpu import modules
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -13,8 +13,8 @@ def test_a_large_layer_gives_the_same_product_and_keeps_its_parameters(bias: boo
     model = nn.Sequential(layer, nn.Linear(512, 8).requires_grad_(False))
     given = torch.randn(3, 2, 256)
     expected, weight = layer(given), layer.weight
-    cpu.use_onednn(model)
-    assert type(layer) is cpu.OneDnnLinear and type(model[1]) is nn.Linear and layer.weight is weight
+    modules.use_onednn(model)
+    assert type(layer) is modules.OneDnnLinear and type(model[1]) is nn.Linear and layer.weight is weight
     assert torch.allclose(layer(given), expected, atol=1e-5)
     layer.weight.data = layer.weight.data * 2  # others may have given it new weights
     assert torch.allclose(layer(given), nn.functional.linear(given, layer.weight, layer.bias), atol=1e-5)
@@ -45,4 +45,4 @@ def test_experts_give_each_token_what_its_own_would_one_by_one(num_tokens: int) 
         )
         for token, experts, own in zip(hidden, chosen.tolist(), shares, strict=True)
     ]
-    assert torch.allclose(cpu.each_expert(module, hidden, chosen, shares), torch.stack(expected), atol=1e-4)
+    assert torch.allclose(modules.each_expert(module, hidden, chosen, shares), torch.stack(expected), atol=1e-4)

@@ -9,8 +9,8 @@ import torch
 
 from practicum.adapters import LoneAdapters, LoraSettings, adapters_alone, adapters_of, merged_weights
 from practicum.models import load_model
+from practicum.rollout.engine.merge import AdapterMerger
 from practicum.rollout.engines import EngineSettings, make_engine
-from practicum.rollout.merging import AdapterMerger
 from practicum.weights import WeightUpdate
 from tests.test_adapters import stirred
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from practicum.models import load_model
-from practicum.rollout.kernels import load_kernels
+from practicum.rollout.engine.cpu.kernels import load_kernels
 from practicum.rollout.native import NativeRollout
 from practicum.types import Prompt, RolloutRequest, SamplingParams
 from tests.rollout import families

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from practicum.rollout.answers import Ending, check_length, check_tokens, eos_ids, sample_of, untouched, written_ids
 
 from practicum.errors import RolloutError
-from practicum.rollout.answers import Ending, check_length, check_tokens, eos_ids, sample_of, untouched, written_ids
 from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
-from practicum.rollout.kernels import CannotBuild, Kernels, Projection, build, load_kernels
+from practicum.rollout.engine.cpu.kernels import CannotBuild, Kernels, Projection, build, load_kernels
 
 MACHINES = ["native", "x86-64-v3", "x86-64"] if platform.machine() == "x86_64" else ["native"]
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")

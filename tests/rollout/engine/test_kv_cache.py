@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from practicum.rollout.kv_cache import Decode, KVCache, Prompts
+from practicum.rollout.engine.kv_cache import Decode, KVCache, Prompts
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 8
 

@@ -94,8 +94,9 @@ async def replica_alone(folder: Path) -> dict[str, Any]:
 
 def waking_against_a_copy(folder: Path) -> dict[str, float]:
     """The weights alone, in this process: without Ray, HTTP and the router."""
-    from practicum.models import load_classifier
     from practicum.rollout.sleeping import SleepingWeights
+
+    from practicum.models import load_classifier
 
     def load() -> Any:
         return load_classifier(str(folder / "judge"), torch.bfloat16)

@@ -22,25 +22,28 @@ import inspect
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Union, cast, overload
 
-from practicum.controller.batch import join_batches, split_batch
-from practicum.controller.future import Gather, GroupFuture, only
-from practicum.controller.mesh import Mesh
-from practicum.controller.packed import RayClassWithInitArgs, known_as, roles_of
-from practicum.controller.worker import Worker, find_mesh
-from practicum.errors import CallError
+from practicum.controller.wire import join_batches, split_batch
+from practicum.controller.worker import Mesh, RayClassWithInitArgs, W, Worker, find_mesh, known_as, roles_of
+from practicum.errors import CallError, WorkerError
 
-W = TypeVar("W", bound=Worker)
 V = TypeVar("V", bound=Worker)
 P = ParamSpec("P")
 B = TypeVar("B")
 S = TypeVar("S")
 R = TypeVar("R")
 Out = TypeVar("Out")
+Result = TypeVar("Result", covariant=True)  # a future list of samples is a future sequence of them
+
+Gather = Callable[[list[Any]], Any]
+Method = Callable[Concatenate[W, P], R]
+Coro = Callable[Concatenate[W, P], Coroutine[Any, Any, R]]
+MethodOn = Callable[Concatenate[W, S, P], R]  # its first argument is not the same for all ranks
+CoroOn = Callable[Concatenate[W, S, P], Coroutine[Any, Any, R]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +57,122 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     own: Sequence[Any] | None = None  # the first argument where each shard has its own
+    is_awaited: bool = False  # the method is a coroutine
+
+    @property
+    def upstream(self) -> list[GroupFuture[Any]]:
+        """The futures among the arguments."""
+        arguments = (*self.args, *self.kwargs.values(), *(self.own or ()))
+        return [value for value in arguments if isinstance(value, GroupFuture)]
 
     def by_name(self, own: Any = None) -> dict[str, Any]:
         """The arguments under the names of the method's parameters, for messages; without self and futures."""
         leading = () if self.own is None else (own,)
         bound = inspect.signature(self.function).bind(None, *leading, *self.args, **self.kwargs).arguments
         return {name: value for name, value in list(bound.items())[1:] if not isinstance(value, GroupFuture)}
+
+
+@dataclass(eq=False, slots=True)
+class Replies:
+    """The replies to one call, which may still be under way, and two ways to wait for them: blocking and awaited.
+
+    Both take a time of the monotonic clock as their deadline, and raise the first failure to arrive, or
+    `DeadlineError`. Being cancelled while it awaits them cancels the coroutines that were called.
+    """
+
+    handles: Sequence[Any]  # one per rank that was called; Ray's references if it is a Ray group's
+    deadline: float
+    upstream: Sequence[GroupFuture[Any]]  # among the arguments
+    collect: Callable[[float], list[Any]]
+    arrive: Callable[[float], Awaitable[list[Any]]]
+    received: list[Any] | None = None
+
+    def wait(self, deadline: float | None = None) -> list[Any]:
+        if self.received is None:
+            try:
+                self.received = self.collect(self.deadline if deadline is None else deadline)
+            except WorkerError:
+                for future in self.upstream:
+                    future.replies.wait(time.monotonic())
+                raise
+        return self.received
+
+    async def wait_async(self, deadline: float | None = None) -> list[Any]:
+        if self.received is None:
+            try:
+                self.received = await self.arrive(self.deadline if deadline is None else deadline)
+            except WorkerError:
+                for future in self.upstream:
+                    await future.replies.wait_async(time.monotonic())
+                raise
+        return self.received
+
+
+class GroupFuture(Generic[Result]):
+    """What an `_async` call returns: awaitable, or to be waited for by `result`. The deadline counts from the call.
+
+    It can be an argument of a call to any group: the replies then go from worker to worker. As the batch of `scatter`
+    or the list of `map` it is passed as it is; elsewhere `future.forward()` keeps the type checker content.
+    """
+
+    def __init__(self, replies: Replies, kept: Sequence[int], gather: Gather) -> None:
+        """`kept` are the replies it is made of, by their index."""
+        self.replies = replies
+        self.gather = gather
+        self._kept = kept
+
+    @property
+    def handles(self) -> list[Any]:
+        return [self.replies.handles[index] for index in self._kept]
+
+    def result(self) -> Result:
+        """Wait for all replies. Raises the first failure, or `DeadlineError`; if it is the failure of a call that an
+        argument comes from, that one's."""
+        return self._made_of(self.replies.wait())
+
+    def __await__(self) -> Generator[Any, None, Result]:
+        """Wait for all replies as `result` does, without blocking the event loop."""
+        return self._made_of((yield from self.replies.wait_async().__await__()))
+
+    def _made_of(self, replies: list[Any]) -> Result:
+        return cast(Result, self.gather([replies[index] for index in self._kept]))
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a future can be an argument of a call, but not be inside one")
+
+    def forward(self) -> Result:
+        """The future itself, typed as its result, to stand for it among the arguments of another call."""
+        return cast(Result, self)
+
+    def shares(self, parts: int, split: Callable[[Any, int], Sequence[Any]]) -> list[GroupFuture[Any]]:
+        """Futures for the shares of a batch that is not there yet.
+
+        A batch that is to be cut as it was joined, from as many replies, is handed on reply by reply; any other is put
+        together and cut where it arrives.
+        """
+        if (self.gather, split) == (join_batches, split_batch) and len(self._kept) == parts:
+            return self.each()
+        cuts = [functools.partial(_gather_and_cut, self.gather, split, part, parts) for part in range(parts)]
+        return [GroupFuture(self.replies, self._kept, cut) for cut in cuts]
+
+    def each(self) -> list[GroupFuture[Any]]:
+        """A future for each reply."""
+        return [GroupFuture(self.replies, [index], only) for index in self._kept]
+
+
+Shares = Sequence[S] | GroupFuture[list[S]]
+Batch = Union[GroupFuture[B], B]  # noqa: UP007  (mypy does not take the other way of writing it)
+
+
+def _gather_and_cut(
+    gather: Gather, split: Callable[[Any, int], Sequence[Any]], part: int, parts: int, replies: list[Any]
+) -> Any:
+    return split(gather(replies), parts)[part]
+
+
+def only(replies: list[Any]) -> Any:
+    (reply,) = replies
+    return reply
 
 
 class WorkerGroup(ABC, Generic[W]):
@@ -80,64 +193,104 @@ class WorkerGroup(ABC, Generic[W]):
         self._mesh = Mesh(data=world_size)
         self._timeout_s = positive_seconds(timeout_s, "timeout_s", name)
 
-    def execute_all_async(
-        self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> GroupFuture[list[R]]:
+    # Each call takes plain methods and coroutines, typed with what is returned and what is awaited.
+
+    @overload
+    def execute_all_async(self, method: Coro[W, P, R], *args: P.args, **kwargs: P.kwargs) -> GroupFuture[list[R]]: ...
+    @overload
+    def execute_all_async(self, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> GroupFuture[list[R]]: ...
+    def execute_all_async(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         return self._start(self._call(method, args, kwargs), list)
 
-    def execute_all(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+    @overload
+    def execute_all(self, method: Coro[W, P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
+    @overload
+    def execute_all(self, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
+    def execute_all(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         return self.execute_all_async(method, *args, **kwargs).result()
 
-    def execute_rank_zero_async(
-        self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> GroupFuture[R]:
+    @overload
+    def execute_rank_zero_async(self, method: Coro[W, P, R], *args: P.args, **kwargs: P.kwargs) -> GroupFuture[R]: ...
+    @overload
+    def execute_rank_zero_async(self, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> GroupFuture[R]: ...
+    def execute_rank_zero_async(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         return self.execute_rank_async(0, method, *args, **kwargs)
 
-    def execute_rank_zero(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.execute_rank_zero_async(method, *args, **kwargs).result()
+    @overload
+    def execute_rank_zero(self, method: Coro[W, P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+    @overload
+    def execute_rank_zero(self, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def execute_rank_zero(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.execute_rank_async(0, method, *args, **kwargs).result()
 
+    @overload
     def execute_rank_async(
-        self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> GroupFuture[R]:
-        if not 0 <= rank < self.world_size:
-            raise CallError(f"group {self.name!r} has ranks 0 to {self.world_size - 1}, not {rank}")
-        return self._start(self._call(method, args, kwargs), only, ranks=[rank], answering=[rank])
+        self, rank: int, method: Coro[W, P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> GroupFuture[R]: ...
+    @overload
+    def execute_rank_async(
+        self, rank: int, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> GroupFuture[R]: ...
+    def execute_rank_async(self, rank: int, method: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._start(self._call(method, args, kwargs), only, [self._checked(rank)])
 
-    def execute_rank(self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+    @overload
+    def execute_rank(self, rank: int, method: Coro[W, P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+    @overload
+    def execute_rank(self, rank: int, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def execute_rank(self, rank: int, method: Any, *args: Any, **kwargs: Any) -> Any:
         return self.execute_rank_async(rank, method, *args, **kwargs).result()
 
+    @overload
     def map_async(
-        self,
-        method: Callable[Concatenate[W, S, P], R],
-        per_rank: Sequence[S] | GroupFuture[list[S]],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> GroupFuture[list[R]]:
+        self, method: CoroOn[W, S, P, R], per_rank: Shares[S], *args: P.args, **kwargs: P.kwargs
+    ) -> GroupFuture[list[R]]: ...
+    @overload
+    def map_async(
+        self, method: MethodOn[W, S, P, R], per_rank: Shares[S], *args: P.args, **kwargs: P.kwargs
+    ) -> GroupFuture[list[R]]: ...
+    def map_async(self, method: Any, per_rank: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(per_rank, GroupFuture):
             if per_rank.gather is not list:
                 raise CallError(f"group {self.name!r}: map takes the future of execute_all or map, one reply per rank")
-            per_rank = cast(Sequence[S], per_rank.each())
+            per_rank = per_rank.each()
         per_rank = self._as_list(per_rank, "map takes a list of arguments")
         if len(per_rank) != self._mesh.data:
             unit = "ranks" if self._mesh.data == self.world_size else "shards"
             raise CallError(f"group {self.name!r} has {self._mesh.data} {unit}, but {len(per_rank)} arguments came")
         return self._start(self._call(method, args, kwargs, own=per_rank), list)
 
-    def map(
-        self,
-        method: Callable[Concatenate[W, S, P], R],
-        per_rank: Sequence[S] | GroupFuture[list[S]],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> list[R]:
+    @overload
+    def map(self, method: CoroOn[W, S, P, R], per_rank: Shares[S], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
+    @overload
+    def map(self, method: MethodOn[W, S, P, R], per_rank: Shares[S], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
+    def map(self, method: Any, per_rank: Any, *args: Any, **kwargs: Any) -> Any:
         return self.map_async(method, per_rank, *args, **kwargs).result()
+
+    @overload
+    def scatter_async(
+        self, method: CoroOn[W, B, P, R], batch: Batch[B], *args: P.args, **kwargs: P.kwargs
+    ) -> GroupFuture[R]: ...
+    @overload
+    def scatter_async(
+        self, method: MethodOn[W, B, P, R], batch: Batch[B], *args: P.args, **kwargs: P.kwargs
+    ) -> GroupFuture[R]: ...
+    def scatter_async(self, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.scatter_with_async(split_batch, join_batches, method, batch, *args, **kwargs)
+
+    @overload
+    def scatter(self, method: CoroOn[W, B, P, R], batch: Batch[B], *args: P.args, **kwargs: P.kwargs) -> R: ...
+    @overload
+    def scatter(self, method: MethodOn[W, B, P, R], batch: Batch[B], *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def scatter(self, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.scatter_async(method, batch, *args, **kwargs).result()
 
     def scatter_with_async(
         self,
         split: Callable[[B, int], Sequence[S]],
         gather: Callable[[list[R]], Out],
-        method: Callable[Concatenate[W, S, P], R],
-        batch: B | GroupFuture[B],
+        method: CoroOn[W, S, P, R] | MethodOn[W, S, P, R],
+        batch: Batch[B],
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> GroupFuture[Out]:
@@ -153,22 +306,22 @@ class WorkerGroup(ABC, Generic[W]):
         self,
         split: Callable[[B, int], Sequence[S]],
         gather: Callable[[list[R]], Out],
-        method: Callable[Concatenate[W, S, P], R],
-        batch: B | GroupFuture[B],
+        method: CoroOn[W, S, P, R] | MethodOn[W, S, P, R],
+        batch: Batch[B],
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Out:
         return self.scatter_with_async(split, gather, method, batch, *args, **kwargs).result()
 
-    def scatter_async(
-        self, method: Callable[Concatenate[W, B, P], R], batch: B | GroupFuture[B], *args: P.args, **kwargs: P.kwargs
-    ) -> GroupFuture[R]:
-        return self.scatter_with_async(split_batch, join_batches, method, batch, *args, **kwargs)
+    def stream(
+        self, rank: int, method: Callable[Concatenate[W, P], AsyncIterator[R]], *args: P.args, **kwargs: P.kwargs
+    ) -> AsyncGenerator[R, None]:
+        """The items of a method that is an async generator, as they come; each has the group's deadline for its own.
 
-    def scatter(
-        self, method: Callable[Concatenate[W, B, P], R], batch: B | GroupFuture[B], *args: P.args, **kwargs: P.kwargs
-    ) -> R:
-        return self.scatter_async(method, batch, *args, **kwargs).result()
+        The call is made when the first item is asked for. Closing the iterator early cancels the worker's generator,
+        and returns when that has ended.
+        """
+        return self._stream(self._call(method, args, kwargs, streams=True), self._checked(rank))
 
     def with_timeout(self, timeout_s: float) -> Self:
         view = copy.copy(self)
@@ -212,34 +365,24 @@ class WorkerGroup(ABC, Generic[W]):
         """End the workers. Safe to call twice."""
 
     @abstractmethod
-    def _send(
-        self, call: Call, ranks: Sequence[int], answering: Sequence[int]
-    ) -> tuple[Sequence[Any], Callable[[float], list[Any]]]:
-        """Start a call on some ranks: a handle for each, and a function that waits for all replies until a deadline.
+    def _send(self, call: Call, ranks: Sequence[int], answering: Sequence[int], deadline: float) -> Replies:
+        """Start a call on some ranks; those that answer send a reply. Nothing is sent if anything cannot be."""
 
-        That raises the first failure to arrive, or `DeadlineError`. Nothing is sent if anything cannot be.
-        """
+    @abstractmethod
+    def _stream(self, call: Call, rank: int) -> AsyncGenerator[Any, None]:
+        """The items of a generator on one rank."""
 
-    def _start(
-        self,
-        call: Call,
-        gather: Gather,
-        ranks: Sequence[int] | None = None,
-        answering: Sequence[int] | None = None,
-    ) -> GroupFuture[Any]:
+    def _start(self, call: Call, gather: Gather, only_on: Sequence[int] | None = None) -> GroupFuture[Any]:
         deadline = time.monotonic() + self._timeout_s
-        ranks = range(self.world_size) if ranks is None else ranks
-        answering = self._mesh.answering_ranks() if answering is None else answering
-        handles, collect = self._send(call, ranks, answering)
-        kept = [ranks.index(rank) for rank in answering]
+        ranks = only_on or range(self.world_size)
+        answering = only_on or self._mesh.answering_ranks()
+        replies = self._send(call, ranks, answering, deadline)
+        return GroupFuture(replies, [ranks.index(rank) for rank in answering], gather)
 
-        def replies(deadline: float) -> list[Any]:
-            received = collect(deadline)
-            return [received[index] for index in kept]
-
-        arguments = (*call.args, *call.kwargs.values(), *(() if call.own is None else call.own))
-        upstream = [value for value in arguments if isinstance(value, GroupFuture)]
-        return GroupFuture([handles[index] for index in kept], replies, deadline, gather, upstream)
+    def _checked(self, rank: int) -> int:
+        if not 0 <= rank < self.world_size:
+            raise CallError(f"group {self.name!r} has ranks 0 to {self.world_size - 1}, not {rank}")
+        return rank
 
     def _as_list(self, values: Any, what: str) -> list[Any]:
         if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__getitem__"):
@@ -252,32 +395,40 @@ class WorkerGroup(ABC, Generic[W]):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         own: Sequence[Any] | None = None,
+        streams: bool = False,
     ) -> Call:
         cls = self._worker_class
         num_positional = len(args) + (own is not None)
         try:
-            name = _method_name(cls, method, num_positional, tuple(kwargs))  # type: ignore[arg-type]  # can be hashed
+            name, is_awaited = _found_method(cls, method, num_positional, tuple(kwargs), streams)  # type: ignore[arg-type]  # can be hashed
         except TypeError as error:
             raise CallError(f"group {self.name!r}: {error}") from None
-        return Call(f"{cls.__name__}.{name}", self._role, name, method, args, kwargs, own)
+        return Call(f"{cls.__name__}.{name}", self._role, name, method, args, kwargs, own, is_awaited)
 
 
 @functools.lru_cache(maxsize=4096)
-def _method_name(cls: type[Worker], method: Callable[..., Any], num_positional: int, names: tuple[str, ...]) -> str:
-    """The name under which the class has the method, if it can be called with so many arguments and such names."""
+def _found_method(
+    cls: type[Worker], method: Callable[..., Any], num_positional: int, names: tuple[str, ...], streams: bool
+) -> tuple[str, bool]:
+    """The name under which the class has the method, if it can be called with so many arguments and such names, and
+    whether it is a coroutine."""
     found = [name for base in cls.__mro__ for name, value in vars(base).items() if value is method]
     if not found:
         raise TypeError(f"{getattr(method, '__qualname__', repr(method))} is not a method of {cls.__name__}")
     name = found[0]
     if name.startswith("__"):
         raise TypeError(f"{cls.__name__}.{name} cannot be called on a group")
-    if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
-        raise TypeError(f"{cls.__name__}.{name} is async or a generator: a worker's method returns its answer")
+    actual = getattr(cls, name)
+    if streams != inspect.isasyncgenfunction(actual) or inspect.isgeneratorfunction(actual):
+        how = "is no async generator: call it with execute_rank" if streams else "is a generator: call it with stream"
+        if inspect.isgeneratorfunction(actual):
+            how = "is a generator: a worker's method returns its answer, or is an async generator"
+        raise TypeError(f"{cls.__name__}.{name} {how}")
     try:
         inspect.signature(method).bind(None, *[None] * num_positional, **dict.fromkeys(names))
     except TypeError as error:
         raise TypeError(f"wrong arguments for {cls.__name__}.{name}: {error}") from None
-    return name
+    return name, inspect.iscoroutinefunction(actual)
 
 
 def positive_seconds(value: float, name: str, group: str) -> float:

@@ -6,19 +6,24 @@ method of its own for each method of the worker, to which arguments come packed.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import pickle
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from practicum.controller.packed import FusedWorker, RayClassWithInitArgs, roles_of
+from practicum.controller.loop import run_or_begin, running_loop
 from practicum.controller.stacks import StackAddress, serve_stacks
-from practicum.controller.wire import Payload, fill_slots, unpack
-from practicum.controller.worker import Worker, WorkerContext
+from practicum.controller.wire import Payload, unpack, unpack_arguments
+from practicum.controller.worker import FusedWorker, RayClassWithInitArgs, Worker, WorkerContext, roles_of
 from practicum.errors import WorkerError
 
 # A small error comes along with the answer and is noticed at once; a large one would have to be fetched first.
@@ -48,31 +53,41 @@ class WorkerHost:
 
     def build(self, packed: RayClassWithInitArgs[Any], context: WorkerContext) -> None:
         self._context = context
-        try:
+        with self.naming(f"{packed.cls.__name__}.__init__"):
             self._worker = packed.build(context)
-        except Exception as error:
-            raise self._failure(error, f"{packed.cls.__name__}.__init__") from error
 
     def call(self, head: CallHead, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        what, method = self.method(head)
+        with self.naming(what):
+            reply = method(*args, **kwargs)
+            if isinstance(reply, Generator | Coroutine):  # of which Ray would send the first item, or nothing
+                raise TypeError(f"a {type(reply).__name__} cannot be an answer: return a list")
+        return reply if head.wants_reply else None
+
+    def close(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """`loop` is where the worker's coroutines have run."""
+        worker, self._worker = self._worker, None
+        closing = None if worker is None else worker.close()
+        if closing is not None:
+            run_or_begin(closing, loop)
+
+    def method(self, head: CallHead) -> tuple[str, Callable[..., Any]]:
         assert self._worker is not None, "call before build"
         target: Any = self._worker
         if head.role is not None:
             assert isinstance(self._worker, FusedWorker)
             target = self._worker.roles[head.role]
+        return f"{type(target).__name__}.{head.method}", getattr(target, head.method)
+
+    @contextmanager
+    def naming(self, what: str) -> Iterator[None]:
+        """An exception leaves the block as a `WorkerError` that names this worker."""
         try:
-            reply = getattr(target, head.method)(*args, **kwargs)
-            if isinstance(reply, Generator | Coroutine):  # of which Ray would send the first item, or nothing
-                raise TypeError(f"a {type(reply).__name__} cannot be an answer: return a list")
+            yield
         except Exception as error:
-            raise self._failure(error, f"{type(target).__name__}.{head.method}") from error
-        return reply if head.wants_reply else None
+            raise self.failure(error, what) from error
 
-    def close(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
-
-    def _failure(self, error: Exception, what: str) -> WorkerError:
+    def failure(self, error: Exception, what: str) -> WorkerError:
         context, node, pid = self._context, self._address, os.getpid()
         return WorkerError(
             f"group {context.group!r}, rank {context.rank} of {context.world_size} (node {node}, pid {pid}): "
@@ -86,8 +101,28 @@ class WorkerHost:
         )
 
 
+# Functions, not methods: a class with coroutines would be an async actor to Ray.
+
+
+async def call_awaited(host: WorkerHost, head: CallHead, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    what, method = host.method(head)
+    with host.naming(what):
+        reply = await method(*args, **kwargs)
+    return reply if head.wants_reply else None
+
+
+async def stream(
+    host: WorkerHost, head: CallHead, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> AsyncGenerator[Any, None]:
+    what, method = host.method(head)
+    with host.naming(what):
+        async with aclosing(method(*args, **kwargs)) as items:
+            async for item in items:
+                yield item
+
+
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Location:
     """Where a worker process came up."""
 
     node_id: str
@@ -106,13 +141,13 @@ class RayHost(WorkerHost):
         super().__init__()
         sys.path.extend(path for path in import_paths if path not in sys.path)
 
-    def seat(self) -> Seat:
+    def locate(self) -> Location:
         import ray
 
         # The address by which Ray's nodes know each other: the machine may have others.
         self._address = ray._private.worker.global_worker.node_ip_address
         node_id = ray.get_runtime_context().get_node_id()
-        return Seat(node_id, self._address, os.getpid(), free_port(), serve_stacks(self._address))
+        return Location(node_id, self._address, os.getpid(), free_port(), serve_stacks(self._address, running_loop()))
 
     def build_packed(self, packed: Payload, context: WorkerContext) -> None:
         import ray
@@ -120,41 +155,147 @@ class RayHost(WorkerHost):
         os.environ.update(context.environment(sees_one_device=len(ray.get_gpu_ids()) == 1))
         self.build(unpack(packed), context)
 
-    def call_packed(self, head: CallHead, shared: Payload, own: Payload, replies: Sequence[Any]) -> Any:
-        args: list[Any] = [unpack(own)] if own else []
-        kwargs: Mapping[str, Any] = {}
-        if shared:
-            more, kwargs = unpack(shared)
-            args.extend(more)
-        if replies:
-            args, kwargs = fill_slots(args, kwargs, replies)
-        return self.call(head, args, kwargs)
+    def call_packed(self, head: CallHead, shared: Payload = b"", own: Payload = b"", *replies: Any) -> Any:
+        return self.call(head, *unpack_arguments(shared, own, *replies))
+
+
+Turn = tuple[str, int]
+"""Who calls, and its how-manieth call this is. Ray does not keep calls to an async actor in order: the host does."""
+
+
+class AsyncRayHost(RayHost):
+    """The host of a class with coroutines: they run on the actor's event loop, all else on the one device thread."""
+
+    def __init__(self, import_paths: Sequence[str]) -> None:
+        super().__init__(import_paths)
+        self.device_thread = Worker.device_thread = ThreadPoolExecutor(1, "practicum-device")
+        self.device_lock = asyncio.Lock()  # first come, first served
+        self._next: Counter[str] = Counter()  # of each caller
+        self._early: dict[Turn, asyncio.Future[None]] = {}  # calls that came before others that were sent before them
+        self._running: dict[Turn, asyncio.Task[Any]] = {}
+
+    async def build_packed(self, packed: Payload, context: WorkerContext) -> None:  # type: ignore[override]
+        await asyncio.get_running_loop().run_in_executor(self.device_thread, super().build_packed, packed, context)
+
+    async def take(self, turn: Turn) -> None:
+        """Wait until all calls that this caller has sent before have been taken up."""
+        caller, number = turn
+        if number != self._next[caller]:
+            self._early[turn] = asyncio.get_running_loop().create_future()
+            await self._early[turn]
+        self._next[caller] += 1
+        follower = self._early.pop((caller, number + 1), None)
+        if follower is not None:
+            follower.set_result(None)
+
+    def begin(self, turn: Turn, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run a call in a task of its own, which can be cancelled wherever it is."""
+        task = self._running[turn] = asyncio.ensure_future(coroutine)
+        return task
+
+    async def end(self, turn: Turn, task: asyncio.Task[Any], head: CallHead) -> Any:
+        await asyncio.wait([task])
+        was_cancelled = self._running.pop(turn, None) is None
+        if not task.cancelled():
+            return task.result()
+        if not was_cancelled:
+            raise self.failure(RuntimeError("it was cancelled by something on the worker"), head.method)
+
+    async def cancel(self, turn: Turn, calls: Sequence[Turn]) -> None:
+        """Cancel coroutines or generators, for which nobody waits any longer, and return when they have ended."""
+        await self.take(turn)
+        for task in [self._running.pop(call) for call in calls if call in self._running]:
+            task.cancel()
+            await asyncio.wait([task])
+
+
+async def _fetched(packed: Sequence[Any]) -> list[Any]:
+    """Arguments, of which those in the object store came as references: Ray would hold the call up for them."""
+    from ray import ObjectRef
+
+    return [await one if isinstance(one, ObjectRef) else one for one in packed]
 
 
 def host_class(packed: RayClassWithInitArgs[Any]) -> type[RayHost]:
     """A host with a method for each call its workers can get.
 
-    One method for all would have to be told which is meant, and an argument makes a no-op on Ray a seventh slower.
+    One method for all would have to be told which is meant, and an argument makes a no-op on Ray a seventh slower. An
+    async actor is slower by more than that, so that only classes that need one get one.
     """
-    classes: dict[str | None, type[Worker]] = {None: packed.cls}
-    classes |= {name: role.cls for name, role in roles_of(packed).items()}
-    heads = [
-        CallHead(role, method, wants_reply)
-        for role, cls in classes.items()
-        for method in {name for base in cls.__mro__ for name, value in vars(base).items() if callable(value)}
-        if not method.startswith("__")
-        for wants_reply in (True, False)
+    base, serving = (AsyncRayHost, _serving_async) if is_async(packed) else (RayHost, _serving)
+    serves = {
+        head.name: serving(head, method)
+        for role, name, method in _methods(packed)
+        for head in (CallHead(role, name), CallHead(role, name, wants_reply=False))
+    }
+    return type("RayHost", (base,), serves)
+
+
+def is_async(packed: RayClassWithInitArgs[Any]) -> bool:
+    """Whether a class, or a role fused into it, has methods that are coroutines or async generators."""
+    methods = [method for _, _, method in _methods(packed)]
+    return any(inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method) for method in methods)
+
+
+def _methods(packed: RayClassWithInitArgs[Any]) -> list[tuple[str | None, str, Callable[..., Any]]]:
+    """All methods that can be called, with role and name."""
+    classes: list[tuple[str | None, type[Worker]]] = [(None, packed.cls)]
+    classes += [(role, one.cls) for role, one in roles_of(packed).items()]
+    return [
+        (role, name, getattr(cls, name))
+        for role, cls in classes
+        for name in {name for base in cls.__mro__ for name, value in vars(base).items() if callable(value)}
+        if not name.startswith("__") and name != "on_device"
     ]
-    return type("RayHost", (RayHost,), {head.name: _serving(head) for head in heads})
 
 
-def _serving(head: CallHead) -> Callable[..., Any]:
+# Each gets `shared`, the arguments for all ranks, `own`, the first one where each rank has its own, and `replies` of
+# other workers for the slots among them; an async host gets all of them as a list, behind the turn of the call.
+
+
+def _serving(head: CallHead, _: Callable[..., Any]) -> Callable[..., Any]:
     def serve(host: RayHost, shared: Payload = b"", own: Payload = b"", *replies: Any) -> Any:
-        """`shared` are the arguments all ranks get, `own` is the first one where each rank has its own; `replies` of
-        other workers fill the slots among them."""
-        return host.call_packed(head, shared, own, replies)
+        return host.call_packed(head, shared, own, *replies)
 
     return serve
+
+
+def _serving_async(head: CallHead, method: Callable[..., Any]) -> Callable[..., Any]:
+    async def serve_plain(host: AsyncRayHost, turn: Turn, packed: Sequence[Any] = ()) -> Any:
+        await host.take(turn)
+        async with host.device_lock:
+            arguments = await _fetched(packed)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(host.device_thread, host.call_packed, head, *arguments)
+
+    async def serve_coroutine(host: AsyncRayHost, turn: Turn, packed: Sequence[Any] = ()) -> Any:
+        async def run() -> Any:
+            return await call_awaited(host, head, *unpack_arguments(*(await _fetched(packed))))
+
+        await host.take(turn)
+        return await host.end(turn, host.begin(turn, run()), head)
+
+    async def serve_stream(host: AsyncRayHost, turn: Turn, packed: Sequence[Any] = ()) -> AsyncGenerator[Any, None]:
+        items: asyncio.Queue[Any] = asyncio.Queue()
+        end = object()
+
+        async def run() -> None:
+            try:
+                async with aclosing(stream(host, head, *unpack_arguments(*(await _fetched(packed))))) as made:
+                    async for item in made:
+                        items.put_nowait(item)
+            finally:
+                items.put_nowait(end)
+
+        await host.take(turn)
+        task = host.begin(turn, run())
+        while (item := await items.get()) is not end:
+            yield item
+        await host.end(turn, task, head)
+
+    if inspect.isasyncgenfunction(method):
+        return serve_stream
+    return serve_coroutine if inspect.iscoroutinefunction(method) else serve_plain
 
 
 def _can_travel(error: Exception) -> bool:

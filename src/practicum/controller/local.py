@@ -7,19 +7,18 @@ processes is left out: environment variables, resources, the options of Ray.
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from practicum.controller.future import GroupFuture
-from practicum.controller.group import Call, W, WorkerGroup
-from practicum.controller.host import CallHead, WorkerHost, free_port
-from practicum.controller.mesh import Mesh
-from practicum.controller.packed import RayClassWithInitArgs
+from practicum.controller.group import Call, GroupFuture, Replies, WorkerGroup
+from practicum.controller.host import CallHead, WorkerHost, call_awaited, free_port, stream
+from practicum.controller.loop import driver_loop, run_sync, running_loop
 from practicum.controller.stacks import stack_of_this_process
-from practicum.controller.worker import WorkerContext
+from practicum.controller.worker import Mesh, RayClassWithInitArgs, W, WorkerContext
 from practicum.errors import WorkerDied, WorkerError
 
 
@@ -47,6 +46,7 @@ class LocalWorkerGroup(WorkerGroup[W]):
         super().__init__(name or packed.cls.__name__, packed, world_size, timeout_s, meshes or {})
         self._packed = packed
         self._hosts: list[WorkerHost] = []
+        self._loop: asyncio.AbstractEventLoop | None = None  # on which the workers' coroutines have run
         self._turn = threading.RLock()  # a worker is in one call at a time; it may call its own group
         self._build()
 
@@ -57,7 +57,7 @@ class LocalWorkerGroup(WorkerGroup[W]):
     def shutdown(self) -> None:
         with ExitStack() as stack:  # all are closed, even if one raises
             for host in self._hosts:
-                stack.callback(host.close)
+                stack.callback(host.close, self._loop)
             self._hosts.clear()  # in place: views share the list
 
     def stacks(self) -> dict[int, str]:
@@ -87,32 +87,89 @@ class LocalWorkerGroup(WorkerGroup[W]):
             raise
         self._hosts.extend(built)
 
-    def _send(
-        self, call: Call, ranks: Sequence[int], answering: Sequence[int]
-    ) -> tuple[Sequence[Any], Callable[[float], list[Any]]]:
+    def _send(self, call: Call, ranks: Sequence[int], answering: Sequence[int], deadline: float) -> Replies:
+        self._check_open(ranks)
+        heads = [CallHead(call.role, call.method, rank in answering) for rank in ranks]
+        if call.is_awaited or any(isinstance(handle, asyncio.Task) for f in call.upstream for handle in f.handles):
+            answers = [self._answer(call, rank, head) for rank, head in zip(ranks, heads, strict=True)]
+            return self._begun(call, answers, deadline)
         with self._turn:
-            outcomes = self._run(call, ranks, set(answering))
-        return outcomes, lambda _: [outcome.value() for outcome in outcomes]
+            outcomes = self._run(call, ranks, heads)
 
-    def _run(self, call: Call, ranks: Sequence[int], answering: set[int]) -> list[_Outcome]:
-        if not self._hosts:
-            raise WorkerDied(f"group {self.name!r} has been shut down", group=self.name, ranks=ranks)
+        def values(until: float) -> list[Any]:
+            return [outcome.value() for outcome in outcomes]
+
+        async def arrive(until: float) -> list[Any]:
+            return values(until)
+
+        return Replies(outcomes, deadline, call.upstream, values, arrive)
+
+    def _begun(self, call: Call, answers: list[Coroutine[Any, Any, _Outcome]], deadline: float) -> Replies:
+        """The replies of coroutines, each a task of the caller's loop, or the driver's where the caller is on none."""
+
+        async def begin() -> list[asyncio.Task[_Outcome]]:
+            return [asyncio.ensure_future(answer) for answer in answers]
+
+        async def arrive(until: float) -> list[Any]:
+            if loop is not asyncio.get_running_loop():
+                return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(arrive(until), loop))
+            try:
+                for coming in asyncio.as_completed(tasks):
+                    (await coming).value()
+            except asyncio.CancelledError:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+                raise
+            return [task.result().value() for task in tasks]
+
+        here = running_loop()
+        loop = self._loop = here or driver_loop()
+        tasks = [here.create_task(answer) for answer in answers] if here else run_sync(begin(), loop)
+        return Replies(tasks, deadline, call.upstream, lambda until: run_sync(arrive(until), loop), arrive)
+
+    def _run(self, call: Call, ranks: Sequence[int], heads: Sequence[CallHead]) -> list[_Outcome]:
         try:
-            args = [_arrived(value) for value in call.args]
-            kwargs = {name: _arrived(value) for name, value in call.kwargs.items()}
-            own = None if call.own is None else [_arrived(value) for value in call.own]
+            arrived = {future: future.result() for future in call.upstream}
         except WorkerError as error:  # of the call that an argument comes from
             return [_Outcome(error=error)] * len(ranks)
         outcomes = []
-        for rank in ranks:
-            head = CallHead(call.role, call.method, rank in answering)
-            leading = [] if own is None else [own[self._mesh.coordinates(rank).data]]
+        for rank, head in zip(ranks, heads, strict=True):
             try:
-                outcomes.append(_Outcome(self._hosts[rank].call(head, [*leading, *args], kwargs)))
+                outcomes.append(_Outcome(self._hosts[rank].call(head, *self._arguments(call, rank, arrived))))
             except WorkerError as error:
                 outcomes.append(_Outcome(error=error))
         return outcomes
 
+    async def _answer(self, call: Call, rank: int, head: CallHead) -> _Outcome:
+        host = self._hosts[rank]
+        try:
+            arguments = self._arguments(call, rank, {future: await future for future in call.upstream})
+            if call.is_awaited:
+                return _Outcome(await call_awaited(host, head, *arguments))
+            with self._turn:
+                return _Outcome(host.call(head, *arguments))
+        except WorkerError as error:
+            return _Outcome(error=error)
 
-def _arrived(value: Any) -> Any:
-    return value.result() if isinstance(value, GroupFuture) else value
+    async def _stream(self, call: Call, rank: int) -> AsyncGenerator[Any, None]:
+        self._check_open([rank])
+        self._loop = asyncio.get_running_loop()
+        arguments = self._arguments(call, rank, {future: await future for future in call.upstream})
+        async with aclosing(stream(self._hosts[rank], CallHead(call.role, call.method), *arguments)) as items:
+            async for item in items:
+                yield item
+
+    def _arguments(
+        self, call: Call, rank: int, arrived: Mapping[GroupFuture[Any], Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        own = [] if call.own is None else [call.own[self._mesh.coordinates(rank).data]]
+
+        def at_hand(value: Any) -> Any:
+            return arrived[value] if isinstance(value, GroupFuture) else value
+
+        return [at_hand(value) for value in (*own, *call.args)], {k: at_hand(v) for k, v in call.kwargs.items()}
+
+    def _check_open(self, ranks: Sequence[int]) -> None:
+        if not self._hosts:
+            raise WorkerDied(f"group {self.name!r} has been shut down", group=self.name, ranks=ranks)

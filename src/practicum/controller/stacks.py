@@ -6,6 +6,9 @@ the interpreter lock; a process that holds on to it, or is stopped, is reported 
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import inspect
 import secrets
 import socket
 import sys
@@ -16,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import FrameType
+from typing import Any
 
 _TOKEN_BYTES = 16
 _READERS = 128
@@ -31,15 +34,15 @@ class StackAddress:
     token: bytes
 
 
-def serve_stacks(host: str) -> StackAddress:
-    """Answer to whoever brings the token, until the process ends."""
+def serve_stacks(host: str, loop: asyncio.AbstractEventLoop | None = None) -> StackAddress:
+    """Answer to whoever brings the token, until the process ends; `loop` is the one whose coroutines are shown."""
     server = socket.create_server((host, 0))
     token = secrets.token_bytes(_TOKEN_BYTES)
-    threading.Thread(target=_serve, args=(server, token), daemon=True, name="practicum-stacks").start()
+    threading.Thread(target=_serve, args=(server, token, loop), daemon=True, name="practicum-stacks").start()
     return StackAddress(host, server.getsockname()[1], token)
 
 
-def _serve(server: socket.socket, token: bytes) -> None:
+def _serve(server: socket.socket, token: bytes, loop: asyncio.AbstractEventLoop | None) -> None:
     while True:
         connection, _ = server.accept()
         with connection:
@@ -47,26 +50,40 @@ def _serve(server: socket.socket, token: bytes) -> None:
                 connection.settimeout(1.0)
                 asked = connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL)
                 if secrets.compare_digest(asked, token):
-                    connection.sendall(stack_of_this_process().encode())
+                    connection.sendall(stack_of_this_process(loop).encode())
             except OSError:
                 continue  # the asker went away: nobody is left to tell
 
 
-def stack_of_this_process() -> str:
-    """The Python stack of the main thread, and of other threads but the one that asks."""
+def stack_of_this_process(loop: asyncio.AbstractEventLoop | None = None) -> str:
+    """The Python stack of the main thread, of other threads but the one that asks, and of the coroutines of a loop."""
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     others = [ident for ident in frames if ident not in (main, threading.get_ident())]
-    return "\n".join(
-        f"thread {names.get(ident, ident)}:\n{_format(frames[ident])}"
+    shown = [
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frames[ident])).rstrip()}"
         for ident in [main, *others]
         if ident is not None and ident in frames
-    )
+    ]
+    tasks = () if loop is None else asyncio.all_tasks(loop)
+    stacks = sorted(stack for task in tasks if (stack := _stack_of_coroutine(task.get_coro())))
+    return "\n".join([*shown, *(f"coroutine:\n{stack}" for stack in stacks)])
 
 
-def _format(frame: FrameType) -> str:
-    return "".join(traceback.format_stack(frame)).rstrip()
+def _stack_of_coroutine(awaited: Any) -> str:
+    """Where a coroutine waits, down to the innermost that it awaits."""
+    lines = []
+    while awaited is not None:
+        kind = next((kind for kind in ("cr", "ag", "gi") if hasattr(awaited, f"{kind}_frame")), None)
+        if kind is None:  # an item of an async generator is asked for by an object that only shows what it refers to
+            awaited = next((one for one in gc.get_referents(awaited) if inspect.isasyncgen(one)), None)
+            continue
+        frame = getattr(awaited, f"{kind}_frame")
+        if frame is not None:
+            lines += traceback.format_list(traceback.StackSummary.extract([(frame, frame.f_lineno)]))
+        awaited = getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await", None)
+    return "".join(lines).rstrip()
 
 
 def read_stacks(addresses: Mapping[int, StackAddress], timeout_s: float = 1.0) -> dict[int, str]:

@@ -21,7 +21,7 @@ from typing import Self
 from practicum.config import RewardModelConfig
 from practicum.controller import RayClassWithInitArgs, RayResourcePool, num_replicas, side_by_side
 from practicum.controller.host import host_address
-from practicum.controller.nodes import living_nodes
+from practicum.controller.cluster import living_nodes
 from practicum.errors import ModelError, PracticumError, RewardError, RouterError, WorkerError
 from practicum.models import absolute, load_classifier_config, load_config, load_tokenizer
 from practicum.reward.router import Router, RouterHandle

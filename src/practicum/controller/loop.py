@@ -1,0 +1,82 @@
+"""The driver's one event loop, in a thread of its own, for callers that are not on an event loop themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+R = TypeVar("R")
+
+_starting = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_begun: set[asyncio.Task[None]] = set()
+
+
+def driver_loop() -> asyncio.AbstractEventLoop:
+    """Return the loop. It is started on first use and runs as long as the process."""
+    global _loop
+    with _starting:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, daemon=True, name="practicum-loop").start()
+        return _loop
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the loop that runs the calling code, None if there is none."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def run_sync(coroutine: Coroutine[Any, Any, R], loop: asyncio.AbstractEventLoop | None = None) -> R:
+    """Run a coroutine on the driver's loop, or another that runs in another thread, and return its result.
+
+    What interrupts the waiting thread, such as Ctrl-C, cancels the coroutine and is raised once that has ended.
+    """
+    loop = loop or driver_loop()
+    if running_loop() is loop:
+        coroutine.close()
+        raise RuntimeError("a blocking call was made on the event loop that would have to answer it: await it instead")
+    tasks: list[asyncio.Task[R]] = []
+
+    async def run() -> R:
+        tasks.append(asyncio.ensure_future(coroutine))
+        return await tasks[0]
+
+    future = asyncio.run_coroutine_threadsafe(run(), loop)
+    try:
+        return future.result()
+    except BaseException:
+        if not future.done():
+            # Called after `run` has begun: the loop takes up what comes from other threads in order.
+            loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+            concurrent.futures.wait([future])
+        raise
+
+
+def run_or_begin(coroutine: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop | None = None) -> None:
+    """Run a coroutine as `run_sync` does; on the loop itself, which cannot wait, begin it.
+
+    A loop that no longer runs is replaced by the driver's.
+    """
+    loop = loop if loop is not None and loop.is_running() else driver_loop()
+    if running_loop() is loop:
+        task = loop.create_task(coroutine)
+        _begun.add(task)  # a loop alone does not keep its tasks
+        task.add_done_callback(_begun.discard)
+    else:
+        run_sync(coroutine, loop)
+
+
+def _forget_loop() -> None:
+    global _loop, _starting
+    _loop, _starting = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_loop)  # the thread that runs it stays with the parent

@@ -14,6 +14,7 @@ random weights, see gpu_models.py.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import shlex
 import statistics
@@ -31,13 +32,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu_grpo import grpo_rows
 from bench.gpu_models import save_shape, step_bytes
-from bench.gpu_train import agreement_rows, train_rows
 from bench.harness import ROOT, Row, environment, print_table, write_json
 from practicum.models import load_config
-from practicum.rollout.cuda.engine import CudaRollout
-from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams
+from practicum.rollout.engine.cuda.runner import CudaRunner
+from practicum.rollout.native import NativeRollout
+from practicum.types import Prompt, PromptGroup, Sample, SamplingParams
 
 CASES = ("dense", "moe")
 _SMALL = {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 4096, "intermediate_size": 512}
@@ -78,10 +78,11 @@ def timed(function: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def requests(num: int, prompt: int, new: int, seed: int = 0, **params: Any) -> list[RolloutRequest]:
+def groups(num: int, prompt: int, new: int, seed: int = 0, **params: Any) -> list[PromptGroup]:
     random = np.random.default_rng(seed)
     return [
-        RolloutRequest(
+        PromptGroup(
+            str(i),
             Prompt(str(i), text="?"),
             random.integers(2, _WORDS, prompt).astype(np.int32),
             SamplingParams(new, ignore_eos=True, **params),
@@ -92,23 +93,27 @@ def requests(num: int, prompt: int, new: int, seed: int = 0, **params: Any) -> l
 
 
 @contextmanager
-def opened(model: Path, **options: Any) -> Iterator[CudaRollout]:
-    engine = CudaRollout(
-        str(model), device=torch.device("cuda"), dtype=torch.bfloat16, max_batch=256, **options
-    )  # fmt: skip
-    engine.resume()
+def opened(model: Path, **options: Any) -> Iterator[NativeRollout]:
+    engine = NativeRollout(
+        str(model), device=torch.device("cuda"), dtype=torch.bfloat16, max_batch=256, runner=CudaRunner, **options
+    )
+    asyncio.run(engine.resume())
     try:
         yield engine
     finally:
-        engine.close()
+        asyncio.run(engine.close())
         del engine
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def median_seconds(engine: CudaRollout, asked: Callable[[int], list[RolloutRequest]], num_rounds: int) -> float:
-    engine.generate(asked(99))  # graphs are recorded, kernels are built
-    return statistics.median(timed(lambda i=i: engine.generate(asked(i))) for i in range(num_rounds))  # type: ignore[misc]
+def samples_of(engine: NativeRollout, asked: list[PromptGroup]) -> list[Sample]:
+    return [sample for group in engine.generate_all(asked) for sample in group.samples]
+
+
+def median_seconds(engine: NativeRollout, asked: Callable[[int], list[PromptGroup]], num_rounds: int) -> float:
+    engine.generate_all(asked(99))  # graphs are recorded, kernels are built
+    return statistics.median(timed(lambda i=i: engine.generate_all(asked(i))) for i in range(num_rounds))  # type: ignore[misc]
 
 
 def engine_rows(work: Work) -> list[Row]:
@@ -122,7 +127,7 @@ def engine_rows(work: Work) -> list[Row]:
         with opened(work.model(case), keep_routes=case == "moe") as engine:
             for size, (num, prompt, new) in sizes.items():
                 seconds = [
-                    median_seconds(engine, lambda seed, n=n: requests(num, prompt, n, seed), work.num_rounds)  # noqa: B023
+                    median_seconds(engine, lambda seed, n=n: groups(num, prompt, n, seed), work.num_rounds)  # noqa: B023
                     for n in (new, 1)
                 ]
                 step_s = (seconds[0] - seconds[1]) / (new - 1)
@@ -146,7 +151,9 @@ def _generate_rate(work: Work, case: str, num: int, prompt: int, new: int) -> fl
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(work.model(case), dtype=torch.bfloat16).cuda().eval()
-    asked = [torch.from_numpy(np.stack([r.prompt_ids for r in requests(num, prompt, 1, i)])).long() for i in range(2)]
+    asked = [
+        torch.from_numpy(np.stack([group.prompt_ids for group in groups(num, prompt, 1, i)])).long() for i in range(2)
+    ]
 
     exactly = {"do_sample": True, "max_new_tokens": new, "min_new_tokens": new}
     seconds = [
@@ -162,49 +169,62 @@ def _generate_rate(work: Work, case: str, num: int, prompt: int, new: int) -> fl
 def memory_rows(work: Work) -> list[Row]:
     rows = []
     with opened(work.model("dense")) as engine:
-        asked = requests(8, 16, 8)
-        before = [sample.token_ids.tolist() for sample in engine.generate(asked)]
-        engine.release()
+        before = [sample.token_ids.tolist() for sample in samples_of(engine, groups(8, 16, 8))]
+        asyncio.run(engine.release())
         asleep = torch.cuda.mem_get_info()[0]
-        engine.resume()
+        asyncio.run(engine.resume())
         awake = torch.cuda.mem_get_info()[0]
-        held = engine.held_bytes
+        held: int = engine.model.held_bytes  # type: ignore[attr-defined]
         rows.append(Row("memory", "share of weights and cache that sleep gives back", (asleep - awake) / held))
         seconds = []
         for number in range(10 if work.quick else 100):
-            engine.release()
-            seconds.append(timed(engine.resume))
+            asyncio.run(engine.release())
+            seconds.append(timed(lambda: asyncio.run(engine.resume())))
             if number % 10 == 0:
-                assert [sample.token_ids.tolist() for sample in engine.generate(asked)] == before
-        engine.release()
+                assert [sample.token_ids.tolist() for sample in samples_of(engine, groups(8, 16, 8))] == before
+        asyncio.run(engine.release())
         grown = asleep - torch.cuda.mem_get_info()[0]
         rows.append(Row("memory", f"MiB more asleep after {len(seconds)} times", grown / 2**20, better="lower"))
         rows.append(Row("memory", "ms to wake up", 1e3 * statistics.median(seconds), better="lower"))
-        engine.resume()
+        asyncio.run(engine.resume())
     return rows
 
 
 def written(work: Work, case: str, num: int, prompt: int, new: int, **params: Any) -> list[Sample]:
     with opened(work.model(case), keep_routes=case == "moe") as engine:
-        return engine.generate(requests(num, prompt, new, **params))
+        return samples_of(engine, groups(num, prompt, new, **params))
+
+
+def agreement_rows(work: Work) -> list[Row]:
+    from bench import gpu_train
+
+    rows = []
+    for case in CASES:
+        drawn = written(work, case, *((8, 16, 24) if work.quick else (64, 128, 256)))
+        greedy = written(work, case, *((4, 16, 16) if work.quick else (32, 128, 64)), temperature=0.0)
+        rows += gpu_train.agreement_rows(work.model(case), case, drawn, greedy)
+    return rows
+
+
+def train_rows(work: Work) -> list[Row]:
+    from bench import gpu_train
+
+    return [
+        row for case in CASES for row in gpu_train.train_rows(work.model(case), case, quick=work.quick, peer=work.peer)
+    ]
+
+
+def grpo_rows(case: str, work: Work) -> list[Row]:
+    from bench.gpu_grpo import grpo_rows
+
+    return grpo_rows(case, work.seen, quick=work.quick, peer=work.peer)
 
 
 PARTS: dict[str, Callable[[Work], list[Row]]] = {
     "engine": engine_rows,
-    "agreement": lambda work: [
-        row
-        for case in CASES
-        for row in agreement_rows(
-            work.model(case),
-            case,
-            written(work, case, *((8, 16, 24) if work.quick else (64, 128, 256))),
-            written(work, case, *((4, 16, 16) if work.quick else (32, 128, 64)), temperature=0.0),
-        )
-    ],
+    "agreement": agreement_rows,
     "memory": memory_rows,
-    "train": lambda work: [
-        row for case in CASES for row in train_rows(work.model(case), case, quick=work.quick, peer=work.peer)
-    ],
+    "train": train_rows,
 }
 
 
@@ -229,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work = Work(Path(name), options.quick, options.peer != "none", 1 if options.quick else 2)
         parts = dict(PARTS)
         for case in options.case or CASES:
-            parts[f"grpo {case}"] = lambda work, case=case: grpo_rows(case, work.seen, quick=work.quick, peer=work.peer)
+            parts[f"grpo {case}"] = partial(grpo_rows, case)
         for part in [name for name in parts if options.part is None or name.split()[0] in options.part]:
             began = time.monotonic()
             try:

@@ -21,24 +21,20 @@ from practicum.controller import LocalWorkerGroup, RayClassWithInitArgs
 from practicum.data import plan_micro_batches
 from practicum.models import load_config
 from practicum.train import ActorWorker, MiniBatch, UpdateStats, totals_of
-from practicum.types import Prompt, Sample, Score, TrainingSample
+from practicum.types import Prompt, Sample, Score
 
 MICRO_BATCH_TOKENS = 32_768
 
 
-def to_learn(samples: Sequence[Sample], step: int = 1) -> list[TrainingSample]:
-    return [
-        TrainingSample(
-            sample, np.full(len(sample.token_ids), (-1.0) ** place, np.float32), Score(1.0), step, place, len(samples)
-        )
-        for place, sample in enumerate(samples)
-    ]
-
-
-def dealt(items: Sequence[TrainingSample], budget: int) -> list[list[MiniBatch]]:
-    (plan,) = plan_micro_batches([item.sample.num_tokens for item in items], 1, budget)
-    longest = max(len(item.sample.token_ids) for item in items)
-    return [[MiniBatch([[items[i] for i in micro] for micro in plan], totals_of(items, longest))]]
+def mini_batches(samples: Sequence[Sample], step: int, budget: int) -> list[list[MiniBatch]]:
+    """Return the one mini-batch of the one rank, with advantages of both signs."""
+    for place, sample in enumerate(samples):
+        sample.id, sample.score = f"{step}/{place}/0", Score(1.0)
+        sample.advantages = np.full(len(sample.token_ids), (-1.0) ** place, np.float32)
+    (plan,) = plan_micro_batches([sample.num_tokens for sample in samples], 1, budget)
+    longest = max(len(sample.token_ids) for sample in samples)
+    micro_batches = [[samples[i] for i in micro] for micro in plan]
+    return [[MiniBatch(micro_batches, totals_of(samples, longest), len(samples))]]
 
 
 @contextmanager
@@ -55,7 +51,7 @@ def learner(model: Path, **changed: Any) -> Any:
 
 
 def update(group: Any, samples: Sequence[Sample], step: int, budget: int = MICRO_BATCH_TOKENS) -> UpdateStats:
-    (stats,) = group.map(ActorWorker.update, dealt(to_learn(samples, step), budget), step)
+    (stats,) = group.map(ActorWorker.update, mini_batches(samples, step, budget), step)
     return stats  # type: ignore[no-any-return]
 
 

@@ -15,11 +15,10 @@ from typing import Any
 
 from bench.harness import Outcome, Row
 from bench.router_scene import Entry
-from practicum.reward.router.fleet import Fleet
-from practicum.reward.router.heads import RequestHead, RequestReader
+from practicum.reward.router.http1 import RequestHead, RequestParser
 from practicum.reward.router.policy import POLICIES
+from practicum.reward.router.pool import State, Upstream, UpstreamPool
 from practicum.reward.router.settings import RouterSettings
-from practicum.reward.router.upstream import State, Upstream
 
 CASE = "choosing a worker"
 FEW, MANY = 10, 1000
@@ -28,7 +27,7 @@ BATCH = 50
 METRIC = f"cost among {MANY:,} / among {FEW}"
 
 
-class Asked:
+class Request:
     """A request, and its connection."""
 
     def __init__(self, head: RequestHead, body: bytes) -> None:
@@ -39,32 +38,32 @@ class Asked:
 
 
 class Bench:
-    """A fleet that is kept busy: each new request takes the place of the oldest."""
+    """A pool that is kept busy: each new request takes the place of the oldest."""
 
     def __init__(self, policy: str, num_workers: int) -> None:
         settings = RouterSettings.make(policy=policy)
-        self._fleet = Fleet(POLICIES[policy](settings), settings.max_in_flight, lambda: None)
+        self._pool = UpstreamPool(POLICIES[policy](settings), settings.max_in_flight, lambda: None)
         for number in range(num_workers):
-            upstream = self._fleet.add(f"http://worker-{number}:80")
+            upstream = self._pool.add(f"http://worker-{number}:80")
             upstream.state = State.UP
-            self._fleet.refresh(upstream)
-        read = RequestReader(settings.session_header)
+            self._pool.refresh(upstream)
+        parse = RequestParser(settings.session_header)
         lines = "POST / HTTP/1.1\r\nhost: a\r\nx-practicum-session: {}\r\n\r\n"
         self._requests = itertools.cycle(
-            [Asked(read(lines.format(n).encode()), f'{{"prompt": "{n} of many"}}'.encode()) for n in range(977)]
+            [Request(parse(lines.format(n).encode()), f'{{"prompt": "{n} of many"}}'.encode()) for n in range(977)]
         )
         self._under_way: deque[tuple[Upstream, Any, float]] = deque()
         for _ in range(num_workers * IN_FLIGHT_PER_WORKER):
             self._begin()
-        self._fleet.tick(time.monotonic())
+        self._pool.tick(time.monotonic())
 
     def cost_us(self, num_choices: int) -> float:
-        choose, seconds = self._fleet.policy.choose, 0.0
+        choose, seconds = self._pool.policy.choose, 0.0
         for _ in range(num_choices // BATCH):
             batch = list(itertools.islice(self._requests, BATCH))
             start = time.perf_counter()
-            for asked in batch:
-                choose(asked)
+            for request in batch:
+                choose(request)
             seconds += time.perf_counter() - start
             self._move_on()
         return seconds / num_choices * 1e6
@@ -72,18 +71,18 @@ class Bench:
     def _move_on(self) -> None:
         for _ in range(BATCH):
             upstream, connection, cost = self._under_way.popleft()
-            self._fleet.end(upstream, connection, cost, time.monotonic(), completed=True)
+            self._pool.end(upstream, connection, cost, time.monotonic(), completed=True)
             self._begin()
 
     def _begin(self) -> None:
-        asked = next(self._requests)
-        upstream = self._fleet.policy.choose(asked)
+        request = next(self._requests)
+        upstream = self._pool.policy.choose(request)
         assert upstream is not None
         now = time.monotonic()
-        connection: Any = Asked(asked.head, asked.body)
+        connection: Any = Request(request.head, request.body)
         connection.started = now
-        self._fleet.begin(upstream, connection, asked.cost, now)
-        self._under_way.append((upstream, connection, asked.cost))
+        self._pool.begin(upstream, connection, request.cost, now)
+        self._under_way.append((upstream, connection, request.cost))
 
 
 def run(entry: Entry) -> Outcome:

@@ -274,6 +274,17 @@ def naps(sample: Sample) -> float:
     return 1.0
 
 
+async def async_naps(sample: Sample) -> float:
+    await asyncio.sleep(float(sample.text))
+    return 1.0
+
+
+def counts_calls_and_naps(sample: Sample) -> float:
+    note(sample.prompt.metadata["file"], 0)
+    time.sleep(float(sample.text))
+    return 1.0
+
+
 def counts_calls(sample: Sample) -> float:
     note(sample.prompt.metadata["file"], 0)
     return float(len(sample.text))

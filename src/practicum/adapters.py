@@ -49,7 +49,7 @@ class LoraSettings:
 
 @dataclass(frozen=True, slots=True)
 class LoneAdapters:
-    """What an engine that gets adapters alone must know of them."""
+    """The description of adapters for an engine that gets them alone."""
 
     base: str
     """The model they belong to; it may be in a folder of adapters itself."""
@@ -57,7 +57,7 @@ class LoneAdapters:
 
 
 def check_installed(what: str) -> None:
-    """`what` wants it."""
+    """Raise where peft is not installed; `what` needs it."""
     if importlib.util.find_spec("peft") is None:
         raise ModelError(
             f"{what} needs the package 'peft', which is not installed here: pip install 'practicum[peft]'."
@@ -68,8 +68,8 @@ def check_installed(what: str) -> None:
 
 
 def find_targets(model: Any, settings: LoraSettings) -> dict[str, nn.Module]:
-    """The linear layers that get adapters, by name; a model on the meta device will do. `ModelError` where a target is
-    none."""
+    """Return the linear layers that get adapters, by name; a model on the meta device will do. Raises `ModelError`
+    where a target is no such layer."""
     check_installed("actor.lora")
     linear = {name: module for name, module in model.named_modules() if _is_linear(module)}
     if settings.targets is None:
@@ -94,7 +94,7 @@ def find_targets(model: Any, settings: LoraSettings) -> dict[str, nn.Module]:
 
 
 def count_learnt(model: Any, settings: LoraSettings) -> int:
-    """Parameters of the adapters that a model would get."""
+    """Return the number of parameters of the adapters that a model would get."""
     return sum(settings.rank * sum(_weight(layer).shape) for layer in find_targets(model, settings).values())
 
 
@@ -131,8 +131,8 @@ def _check_target(model: Any, name: str) -> None:
 
 
 def _stands_for_experts(model: Any, name: str) -> bool:
-    """Whether peft, here and wherever the adapter is loaded, would read the name as one from before transformers 5,
-    when each expert had layers of its own."""
+    """Return whether peft, here and wherever the adapter is loaded, would read the name as one from before
+    transformers 5, when each expert had layers of its own."""
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -167,7 +167,7 @@ def _experts_stay(model: Any) -> str:
 
 
 def add_adapters(model: Any, settings: LoraSettings, seed: int) -> None:
-    """Put adapters into a model. They are all of it that learns from now on."""
+    """Put adapters into a model. Nothing else of it learns from now on."""
     from peft import inject_adapter_in_model
 
     config, chosen = _peft_config(model, settings), find_targets(model, settings)
@@ -204,13 +204,13 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def adapters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """All that learns, by name."""
+    """Return the parameters of the adapters by name."""
     return {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The model as it was before it had any, for passes without gradients."""
+    """Switch the adapters off within the block, for passes without gradients."""
     for _, layer in _layers(model):
         layer.enable_adapters(False)
     for parameter in adapters_of(model).values():
@@ -225,7 +225,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 def merged_weights(
     model: nn.Module, gather: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of the plain model that does the same, under its names. `gather` makes shards whole."""
+    """Yield the weights of the plain model that computes the same, under its names. `gather` makes shards whole."""
     layers = {f"{name}.base_layer.weight": layer for name, layer in _layers(model)}
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
@@ -242,12 +242,12 @@ def merged_weights(
 
 
 def adapters_alone(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The adapters by themselves, as they are named in a folder."""
+    """Yield the adapters alone, as they are named in a folder."""
     return ((_in_folder(name), gather(parameter)) for name, parameter in adapters_of(model).items())
 
 
 def paired(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Of `adapters_alone` the name of each layer, its A and its B, once both are there. What is kept is copied."""
+    """Yield each layer's name, A and B of `adapters_alone`, once both are there. What is kept is copied."""
     halves: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors:
         layer, _, side = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".lora_")
@@ -262,7 +262,7 @@ def paired(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor,
 
 @torch.no_grad()
 def merged_weight(layer: nn.Module, down: Tensor, up: Tensor, scaling: float) -> Tensor:
-    """Of a layer of the plain model, on the device of its adapter: in float32, as `merged_weights` has it."""
+    """Return the merged weight of one layer of the plain model, in float32 on the device of its adapter."""
     from transformers.pytorch_utils import Conv1D
 
     delta = up @ down
@@ -278,12 +278,12 @@ def _in_folder(name: str) -> str:
 
 
 def holds_adapters(path: str) -> bool:
-    """Whether a local folder holds adapters, and no model of its own."""
+    """Return whether a local folder holds adapters, and no model of its own."""
     return (Path(path) / _CONFIG).is_file()
 
 
 def base_of(path: str) -> str:
-    """Where the model is that adapters in a folder belong to."""
+    """Return the path of the model that the adapters in a folder belong to."""
     try:
         base = json.loads((Path(path) / _CONFIG).read_text())["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -298,7 +298,7 @@ def base_of(path: str) -> str:
 
 
 def save_adapters(model: Any, base: str, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """`tensors` are the whole ones of `adapters_of`."""
+    """Write a folder of adapters. `tensors` are the whole ones of `adapters_of`."""
     folder.mkdir(parents=True, exist_ok=True)
     own = model.peft_config[_NAME]
     replace(own, base_model_name_or_path=base, inference_mode=True).save_pretrained(folder)
@@ -307,7 +307,7 @@ def save_adapters(model: Any, base: str, folder: Path, tensors: Mapping[str, Ten
 
 
 def write_adapters(folder: Path, lone: LoneAdapters, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """The same of `adapters_alone`, where no model has them."""
+    """Write a folder of adapters from `adapters_alone`, where no model has them."""
     from peft import LoraConfig
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -324,7 +324,7 @@ def write_adapters(folder: Path, lone: LoneAdapters, tensors: Iterable[tuple[str
 
 
 def load_adapters(model: Any, path: str) -> None:
-    """What `save_adapters` wrote, into a model that has adapters; before it is sharded."""
+    """Load what `save_adapters` wrote into a model that has adapters, before it is sharded."""
     try:
         found = load_file(Path(path) / _WEIGHTS)
     except (OSError, SafetensorError) as error:
@@ -343,7 +343,7 @@ def load_adapters(model: Any, path: str) -> None:
 
 
 def merge_into(model: Any, path: str) -> Any:
-    """The plain model that does what `model` does with the adapters in a folder."""
+    """Return the plain model that computes what `model` does with the adapters in a folder."""
     check_installed(f"model folder {path!r}, which holds adapters,")
     from peft import PeftModel
 

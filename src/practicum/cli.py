@@ -5,6 +5,7 @@ Heavy imports wait until needed.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from pathlib import Path
@@ -87,7 +88,7 @@ def explain(config_file: ConfigFile, overrides: Overrides = None, debug: Debug =
 def router(
     worker: Annotated[list[str] | None, typer.Option(help="A worker's URL; once for each.", metavar="URL")] = None,
     policy: Annotated[
-        str, typer.Option(help="Who gets a request: expected_finish, least_requests, round_robin, …")
+        str, typer.Option(help="Which worker gets a request: expected_finish, least_requests, round_robin, …")
     ] = "expected_finish",
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen at; 0 takes a free one.")] = 8000,
@@ -105,7 +106,7 @@ def router(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """One HTTP address in front of many workers. Stops by finishing what it has begun."""
+    """One HTTP address in front of many workers. A signal stops it after the requests under way."""
     with errors_as_messages(debug, interrupted="stopped."):
         from practicum.reward.router import Router
         from practicum.reward.router.settings import parse_settings
@@ -146,15 +147,16 @@ def serve(
     with errors_as_messages(debug, interrupted="stopped."):
         token = _token_from(token_env)
         from practicum.config import RolloutConfig
-        from practicum.rollout.serving.launch import service_of
-        from practicum.rollout.serving.server import serve_until_told
+        from practicum.rollout.server import serve as serve_model
+        from practicum.rollout.server import service_of
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
         if token is None and host not in ("127.0.0.1", "::1", "localhost"):
             logging.warning("without --token-env whoever reaches %s may ask, and load other weights", host)
         chosen = engine or RolloutConfig().engine
         service = service_of(model, engine=chosen, device=device, dtype=dtype, max_batch=max_batch)
-        serve_until_told(service, lambda url: typer.echo(f"{model} ready at {url}"), host=host, port=port, token=token)
+        ready = f"{model} ready at "
+        asyncio.run(serve_model(service, lambda url: typer.echo(ready + url), host=host, port=port, token=token))
 
 
 @app.command()

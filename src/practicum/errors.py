@@ -53,7 +53,8 @@ class RolloutError(PracticumError, ValueError):
 
 
 class ConversationError(RolloutError):
-    """What is said between the model's turns cannot be had, or leaves no room: any engine would stand there alike."""
+    """A conversation cannot go on: its tools or environment failed, or left no room. No other engine would do
+    better."""
 
 
 class WeightsGone(RolloutError):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bf
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the GPU where there is one."""
+    """Return the device of that name; `auto` is the GPU where there is one."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ModelError(
             "device cuda was asked for, but PyTorch sees no CUDA device here. Use trainer.device=cpu or auto, and with "
@@ -33,22 +34,42 @@ def resolve_device(name: str) -> torch.device:
 
 
 def num_cores() -> int:
-    """Cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def absolute(path: str) -> str:
-    """A local folder as every process can find it; a hub name as it is."""
+    """Return a local folder as every process can find it; a hub name as it is."""
     return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
 def plain_path(path: str) -> str:
-    """Where the files of a whole model are: for a folder of adapters, those of the model they belong to."""
+    """Return the path of a whole model: for a folder of adapters, that of the model they belong to."""
     return plain_path(base_of(path)) if holds_adapters(path) else path
 
 
+FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
+"""The model families that the CUDA kernels of engine and trainer compute: each is tested."""
+_HEAD_WIDTHS = (16, 32, 64, 128, 256)
+_FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # that depend on nothing but the position
+
+
+def unfused_reason(config: Any) -> str:
+    """Return why the CUDA kernels cannot compute the layers of a model with this config; empty if they can."""
+    config = config.get_text_config()
+    if config.model_type not in FUSED_FAMILIES:
+        return f"the family {config.model_type!r} is not one of {', '.join(FUSED_FAMILIES)}"
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if width not in _HEAD_WIDTHS:
+        return f"its heads have {width} numbers, not {', '.join(map(str, _HEAD_WIDTHS[:-1]))} or {_HEAD_WIDTHS[-1]}"
+    rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rotation not in _FIXED_ROTATIONS:
+        return f"its positions are rotated in the way {rotation!r}"
+    return "" if config.hidden_act == "silu" else f"its MLPs use {config.hidden_act!r}"
+
+
 def load_any_config(path: str) -> Any:
-    """The transformers config of a model of whichever kind."""
+    """Return the transformers config of a model of any kind."""
     from transformers import AutoConfig
 
     path = plain_path(path)
@@ -56,7 +77,7 @@ def load_any_config(path: str) -> Any:
 
 
 def load_config(path: str) -> Any:
-    """The transformers config of a causal language model."""
+    """Return the transformers config of a causal language model."""
     from transformers import AutoModelForCausalLM
 
     config = load_any_config(path)
@@ -66,7 +87,7 @@ def load_config(path: str) -> Any:
 
 
 def load_classifier_config(path: str) -> Any:
-    """The transformers config of a sequence classifier with one output, which a reward is."""
+    """Return the transformers config of a sequence classifier with one output."""
     from transformers import AutoModelForSequenceClassification
 
     config = load_any_config(path)
@@ -89,7 +110,7 @@ def load_classifier_config(path: str) -> Any:
 
 
 def load_model(path: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A causal language model with its weights, on the CPU, without dropout.
+    """Load a causal language model with its weights on the CPU, without dropout.
 
     With dropout the learner's probabilities would differ from those of the engine for the same weights, and from its
     own a moment later: the ratio of the two would measure noise. Adapters in the folder are merged into their model, in
@@ -103,25 +124,25 @@ def load_model(path: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def load_classifier(path: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A sequence classifier with one output, on the CPU, without dropout."""
+    """Load a sequence classifier with one output on the CPU, without dropout."""
     from transformers import AutoModelForSequenceClassification
 
     return _with_weights(AutoModelForSequenceClassification, path, load_classifier_config(path), dtype)
 
 
 def count_weights(config: Any, *, classifier: bool) -> int:
-    """Parameters of the model a config describes. Nothing is loaded or allocated."""
+    """Return the number of parameters of the model a config describes. Nothing is loaded or allocated."""
     return sum(shape.numel() for shape in weight_shapes(config, classifier=classifier).values())
 
 
 def weight_shapes(config: Any, *, classifier: bool = False) -> dict[str, torch.Size]:
-    """By name, of the parameters of the model a config describes. Nothing is loaded or allocated."""
+    """Return the shapes of the parameters of the model a config describes. Nothing is loaded or allocated."""
     model = empty_model(config, classifier=classifier)
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 def empty_model(config: Any, *, classifier: bool = False) -> Any:
-    """The modules of the model a config describes, without memory for their weights."""
+    """Return the model that a config describes, without memory for its weights."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     kind = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
@@ -160,8 +181,34 @@ def save_model(model: Any, tokenizer: Any, folder: Path, tensors: dict[str, torc
     tokenizer.save_pretrained(folder)
 
 
+def export_model(folder: Path, model_path: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Write a folder like the model's with other weights, under the names that checkpoints have."""
+    model = empty_model(load_config(model_path))
+    # `save_pretrained` undoes what transformers did to the names and shapes when it read the checkpoint.
+    found = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
+    missing = [name for name, _ in model.named_parameters() if name not in found]
+    assert not missing, f"the update left out {', '.join(missing)}"
+    save_model(model, load_tokenizer(model_path), folder, found)
+    settings = Path(plain_path(model_path)) / "generation_config.json"
+    if settings.exists():
+        shutil.copyfile(settings, folder / settings.name)
+
+
+def eos_ids_of(path: str) -> list[int]:
+    """Return all tokens that end a text, by generation settings and tokenizer of a model, which is not loaded."""
+    from transformers import GenerationConfig
+
+    try:
+        settings = GenerationConfig.from_pretrained(plain_path(path))
+    except OSError:  # it has none of its own
+        settings = GenerationConfig.from_model_config(load_config(path))
+    declared = settings.eos_token_id
+    declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
+    return sorted({int(load_tokenizer(path).eos_token_id), *map(int, declared)})
+
+
 def save_merged(path: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write a whole model where there are adapters and the model they belong to."""
+    """Write the whole model that adapters and the model they belong to make together."""
     if not holds_adapters(path):
         if not Path(path).is_dir():
             raise ModelError(f"model folder {path!r} does not exist (looked from {Path.cwd()}).")
@@ -178,7 +225,7 @@ def _no_progress_bars() -> None:
 
 
 def load_tokenizer(path: str, *, for_writing: bool = True) -> Any:
-    """The tokenizer that belongs to a model, ready to pad. A model that only reads needs no end-of-text token."""
+    """Load the tokenizer of a model, ready to pad. A model that only reads needs no end-of-text token."""
     from transformers import AutoTokenizer
 
     if _lacks_tokenizer(path):
@@ -203,19 +250,19 @@ def _lacks_tokenizer(path: str) -> bool:
     return Path(path).is_dir() and not any((Path(path) / name).exists() for name in _TOKENIZER_FILES)
 
 
-def other_words(tokenizer: Any, path: str) -> dict[int, tuple[str, str]]:
-    """What stands for a word to both this tokenizer and that of a model, but not for the same one: by token, this one's
-    word and the model's. Nothing where the model comes without a tokenizer."""
+def vocabulary_conflicts(tokenizer: Any, path: str) -> dict[int, tuple[str, str]]:
+    """Return the token ids that this tokenizer and that of a model read as different text, with both texts. Empty where
+    the model comes without a tokenizer."""
     if _lacks_tokenizer(plain_path(path)):
         return {}
-    own, other = _words(tokenizer), _words(load_tokenizer(path, for_writing=False))
+    own, other = _vocabulary(tokenizer), _vocabulary(load_tokenizer(path, for_writing=False))
     return {i: (own[i], other[i]) for i in own.keys() & other.keys() if own[i] != other[i]}
 
 
-def _words(tokenizer: Any) -> dict[int, str]:
-    """By token, without those that were added to the words, and may be called by another name after training."""
+def _vocabulary(tokenizer: Any) -> dict[int, str]:
+    """Return token texts by id, without added tokens: those may get another name after training."""
     added = tokenizer.get_added_vocab()
-    return {i: word for word, i in tokenizer.get_vocab().items() if word not in added}
+    return {i: text for text, i in tokenizer.get_vocab().items() if text not in added}
 
 
 def _loaded(what: str, path: str, load: Any) -> Any:
@@ -229,14 +276,15 @@ def _loaded(what: str, path: str, load: Any) -> Any:
 
 
 def _looks_local(path: str) -> bool:
-    """A hub name has the form `name` or `owner/name`."""
+    """Return whether a path is none of a hub: hub names have the form `name` or `owner/name`."""
     return path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
 def encode_prompts(
     tokenizer: Any, prompts: Sequence[Prompt], tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[NDArray[np.int32]]:
-    """Token ids of each prompt: plain text as it is, messages through the chat template, ready for the answer.
+    """Return the token ids of each prompt: plain text as it is, messages through the chat template, ready for the
+    answer.
 
     `tools` are schemas that the chat template shows to the model, where it does that.
     """

@@ -55,7 +55,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How answers are drawn and when they end. Temperature 0 is greedy; `top_k=0` and `top_p=1.0` filter nothing."""
+    """Sampling parameters, and when answers end. Temperature 0 is greedy; `top_k=0` and `top_p=1.0` filter nothing."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -76,15 +76,15 @@ class SamplingParams:
 
 
 def route_dtype(num_experts: int) -> type[np.unsignedinteger[Any]]:
-    """What the numbers of so many experts are written in."""
+    """Return the dtype that holds the indices of so many experts."""
     return np.uint8 if num_experts <= 256 else np.uint16
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
-    """Which experts each token of a sequence was sent to, in every layer that routes.
+    """The experts that each token of a sequence was sent to, in every layer that routes.
 
-    The experts of a row stand in ascending order: their shares are no part of a record.
+    The experts of a row are in ascending order: routing weights are no part of a record.
     """
 
     experts: NDArray[np.unsignedinteger[Any]]  # [tokens, layers, k]
@@ -107,7 +107,7 @@ class RoutedExperts:
 
     @classmethod
     def joined(cls, parts: Sequence[RoutedExperts]) -> RoutedExperts:
-        """Those of several sequences, or of the parts of one, end to end; at least one."""
+        """Return the routes of several sequences, or of the parts of one, end to end; at least one."""
         first = parts[0]
         for part in parts:
             if part.num_experts != first.num_experts or not np.array_equal(part.layers, first.layers):
@@ -116,7 +116,7 @@ class RoutedExperts:
         return cls(experts, first.layers, np.concatenate([part.known for part in parts]), first.num_experts)
 
     def padded(self, num_tokens: int) -> RoutedExperts:
-        """With rows for further tokens, of which nothing is known."""
+        """Return the same with rows for further tokens, of which nothing is known."""
         more = num_tokens - len(self.known)
         if more <= 0:
             return self
@@ -124,8 +124,8 @@ class RoutedExperts:
         return RoutedExperts(experts, self.layers, np.pad(self.known, (0, more)), self.num_experts)
 
     def grown(self, after: RoutedExperts) -> RoutedExperts:
-        """Of a sequence that has grown: a token keeps the experts it had when it was first seen, which wrote the next
-        one; the engine may have seen it again since."""
+        """Return the routes of a sequence that has grown: a token keeps the experts it had when it was first seen,
+        which wrote the next one; the engine may have seen it again since."""
         before = self.padded(len(after.known))
         experts = np.where(before.known[:, None, None], before.experts, after.experts)
         return RoutedExperts(experts, self.layers, before.known | after.known, self.num_experts)
@@ -275,6 +275,7 @@ class Trajectory:
     number: int  # within its group; with the group's seed it decides the random numbers
     samples: list[Sample] = field(default_factory=list)
     score: Score | None = None
+    counts: dict[str, int] = field(default_factory=dict)  # of a conversation: turns, and calls of tools by outcome
 
     @property
     def is_finished(self) -> bool:
@@ -476,7 +477,7 @@ class Score:
 
     @classmethod
     def failed(cls, status: ScoreStatus, reason: str) -> Score:
-        """For a sample that could not be graded."""
+        """Return the score of a sample that could not be graded."""
         return cls(None, status=status, reason=reason)
 
 

@@ -20,24 +20,24 @@ def test_it_tells_config_placement_algebra_and_memory(make_config: Callable[...,
 
 def test_it_tells_what_overlaps(make_config: Callable[..., Config]) -> None:
     ahead = ("trainer.staleness=2", "algorithm.correction.kind=truncated")
-    assert "hybrid writers take turns with the learners" in explanation(make_config(*ahead))
+    assert "hybrid rollout takes turns with the learners" in explanation(make_config(*ahead))
     text = explanation(make_config(*ahead, "rollout.placement=standalone"))
-    assert "# overlap\nthe batches of 2 later steps" in text and "writing, grading and learning go on at once" in text
+    assert "# overlap\nthe batches of 2 later steps" in text and "rollout, grading and learning go on at once" in text
     assert "no token is older than 2 updates; importance weights are truncated" in text
     assert "# overlap" not in explanation(make_config())
 
 
-def test_it_tells_where_writers_live(make_config: Callable[..., Config]) -> None:
+def test_it_says_where_rollout_is(make_config: Callable[..., Config]) -> None:
     def told(*overrides: str) -> str:
         return explanation(make_config("controller.backend=ray", *overrides))
 
-    assert "writers:  in the learners' processes, with their weights: one native engine in each" in told()
+    assert "rollout:  in the learners' processes, with their weights: one native engine in each" in told()
     apart = told("rollout.placement=colocated", "trainer.num_workers=2", "rollout.engine=native")
     assert "learners: 2 x actor, cpu" in apart
-    assert "writers:  2 x native engine, in the same pool, asleep while the learners learn" in apart
+    assert "rollout:  2 x native engine, in the same pool, asleep while the learners learn" in apart
     assert "(shared with the actor)" not in told("rollout.placement=standalone")
-    assert "writers:  1 x native engine, on places of their own" in told("rollout.placement=standalone")
-    assert "writers:  3 x native engine" in told("rollout.placement=standalone", "rollout.replicas=3")
+    assert "rollout:  1 x native engine, on places of their own" in told("rollout.placement=standalone")
+    assert "rollout:  3 x native engine" in told("rollout.placement=standalone", "rollout.replicas=3")
     servers = told(
         "rollout.engine=openai", "rollout.placement=standalone", "rollout.openai.servers=[http://a:1, http://b:2]"
     )

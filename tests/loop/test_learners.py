@@ -98,7 +98,7 @@ def test_another_coefficient_counts_from_the_restart_on(make_config: MakeConfig)
         assert row["actor/kl_coefficient"] == pytest.approx({3: 0.7, 4: 0.7 * 1.02}[number])
 
 
-def test_a_reference_that_reads_tokens_as_other_words_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_reference_that_reads_tokens_as_other_text_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(make_config().model.path, other)
     for told in ((*KL, f"algorithm.kl.reference={other}"), (*GAE, f"critic.path={other}")):
@@ -108,22 +108,22 @@ def test_a_reference_that_reads_tokens_as_other_words_is_refused(make_config: Ma
     ids["0"], ids["1"] = ids["1"], ids["0"]
     (other / "tokenizer.json").write_text(json.dumps(words))
     for told in ((*KL, f"algorithm.kl.reference={other}"), (*GAE, f"critic.path={other}")):
-        with pytest.raises(
-            ConfigError, match=r"other reads 2 tokens as other words than model .*: token \d+ is '[01]'"
-        ):
+        with pytest.raises(ConfigError, match=r"other reads 2 tokens as other text than model .*: token \d+ is '[01]'"):
             Trainer(make_config(*told))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (other / name).unlink()
     Trainer(make_config(*KL, f"algorithm.kl.reference={other}"))  # nothing is known of what it reads
 
 
-def test_a_reference_of_other_words_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_reference_of_vocabulary_conflicts_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
     other = tmp_path / "other"
     config = AutoConfig.from_pretrained(make_config().model.path)
     config.vocab_size = 50
     config.save_pretrained(other)
     for told in ((*KL, f"algorithm.kl.reference={other}"), (*GAE, f"critic.path={other}")):
-        with pytest.raises(ConfigError, match=r"(kl\.reference|critic\.path)=.* has 50 words, but model .* has \d+"):
+        with pytest.raises(
+            ConfigError, match=r"(kl\.reference|critic\.path)=.* has a vocabulary of 50 tokens, but model .* has \d+"
+        ):
             Trainer(make_config(*told))
 
 
@@ -207,11 +207,11 @@ def test_prompts_that_teach_nothing_give_way_and_the_run_can_be_resumed(
     sizes = ("trainer.steps=4", "trainer.checkpoint_every=2", "data.validation=null")
     told = [reward, "algorithm.resampling_rounds=3", *sizes]
     found = rows(make_config(*told, f"trainer.run_dir={tmp_path / 'whole'}"))
-    assert sum(row["rollout/renewed_prompts"] for row in found) > 0
+    assert sum(row["rollout/resampled_prompts"] for row in found) > 0
     without = rows(make_config(*told, "algorithm.resampling_rounds=0", f"trainer.run_dir={tmp_path / 'without'}"))
     signal, plain = (np.mean([row["reward/groups_with_signal"] for row in some]) for some in (found, without))
     assert signal > plain
-    assert "rollout/renewed_prompts" not in without[0]
+    assert "rollout/resampled_prompts" not in without[0]
     steps = Trainer(make_config(*told, f"trainer.run_dir={tmp_path / 'parts'}")).steps()
     for report in steps:
         if report.number == 3:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from practicum.loop.placement import rollout_problems
 
 from practicum import Config, Trainer
 from practicum.errors import CheckpointError, ConfigError, ModelError
 from practicum.loop.explain import explanation
 from practicum.loop.run_folder import read_metrics
-from practicum.loop.writers import writer_problems
 from practicum.models import load_model
 from tests.loop.test_trainer import timeless, weights
 
@@ -30,7 +30,7 @@ def test_engines_write_with_the_trainers_probabilities(make_config: MakeConfig, 
         *LORA, "trainer.steps=4", "actor.mini_batches=2", f"rollout.engine={engine}", f"rollout.placement={placement}"
     )
     for report in Trainer(config).steps():
-        assert report.metrics["rollout/largest_gap"] < 2e-5
+        assert report.metrics["rollout/max_log_prob_diff"] < 2e-5
     before, after = load_model(config.model.path), weights(Path(config.trainer.run_dir), 4)
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before.get_parameter(name))}
     assert changed and all("self_attn" in name for name in changed)
@@ -49,7 +49,7 @@ def test_so_do_engines_in_processes_of_their_own_and_two_workers(
     }.items():
         run_dir = tmp_path / name
         for report in Trainer(make_config(*short, *where, f"trainer.run_dir={run_dir}")).steps():
-            assert report.metrics["rollout/largest_gap"] < 2e-5
+            assert report.metrics["rollout/max_log_prob_diff"] < 2e-5
         results[name] = weights(run_dir, 2)
     for name, tensor in results["local"].items():
         assert (tensor - results["two"][name]).abs().max() < 1e-4, name
@@ -74,7 +74,7 @@ def test_nor_with_processes_of_their_own_and_two_workers(make_config: MakeConfig
     short = (*LORA, "actor.lora.send=adapters", "data.prompts_per_step=5", "controller.backend=ray")
     config = make_config(*short, "trainer.num_workers=2", "rollout.placement=colocated")
     for report in Trainer(config).steps():
-        assert report.metrics["rollout/largest_gap"] < 2e-5
+        assert report.metrics["rollout/max_log_prob_diff"] < 2e-5
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_adapters_of_a_run_can_be_trained_on(make_config: MakeConfig, tmp_path: 
     for own in (LORA, ()):  # on top of them, or all weights
         config = make_config(*own, *more, "resume=auto", f"trainer.run_dir={tmp_path / f'more-{len(own)}'}")
         reports = list(Trainer(config).steps())
-        assert all(report.metrics["rollout/largest_gap"] < 2e-5 for report in reports)
+        assert all(report.metrics["rollout/max_log_prob_diff"] < 2e-5 for report in reports)
         assert reports[0].metrics["actor/reference_kl"] < 1e-6  # the reference is the model with the first adapters
 
 
@@ -124,7 +124,7 @@ def test_a_run_may_go_on_sending_them_the_other_way(make_config: MakeConfig, tmp
     list(Trainer(make_config(*LORA, "trainer.steps=1")).steps())
     more = ("actor.lora.send=adapters", "rollout.placement=standalone", "trainer.steps=2", "resume=auto")
     (report,) = Trainer(make_config(*LORA, *more), notify=lambda _: None).steps()
-    assert report.number == 2 and report.metrics["rollout/largest_gap"] < 2e-5
+    assert report.number == 2 and report.metrics["rollout/max_log_prob_diff"] < 2e-5
 
 
 @pytest.mark.parametrize("change", ["actor.lora.rank=8", "actor.lora.alpha=4", "actor.lora.targets=[q_proj]"])
@@ -154,7 +154,7 @@ def test_mistakes_are_found_before_anything_starts(make_config: MakeConfig, monk
     with pytest.raises(ConfigError, match=r"send=adapters is for engines that weights are sent to.*placement=hybrid"):
         make_config(*LORA, "actor.lora.send=adapters")
     alone = ("actor.lora.send=adapters", "actor.lora.rank=600", "rollout.placement=standalone", "rollout.engine=vllm")
-    problems = writer_problems(make_config(*LORA, *alone, f"rollout.vllm.python={sys.executable}"))
+    problems = rollout_problems(make_config(*LORA, *alone, f"rollout.vllm.python={sys.executable}"))
     assert any("rank 512 at most, and actor.lora.rank=600" in problem for problem in problems)
     assert any("on CPUs vLLM cannot compute a mixture of experts with adapters" in problem for problem in problems)
     with pytest.raises(ModelError, match=r"has no layer 'query'. Linear are q_proj"):

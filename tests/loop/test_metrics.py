@@ -8,14 +8,15 @@ import pytest
 
 from practicum.data import pack
 from practicum.loop.metrics import StepReport, Stopwatch, conversation_metrics, rollout_metrics, update_metrics
+from practicum.loop.pipeline import trajectories_of
 from practicum.train import UpdateStats
-from practicum.types import Score, TrainingSample
-from tests.samples import make_sample
+from practicum.types import Score, Trajectory
+from tests.samples import graded_group, make_group, make_sample
 
 
 def test_means_are_over_graded_samples_only() -> None:
-    samples = [make_sample(answer=n) for n in (1, 2, 3)]
-    metrics = rollout_metrics(samples, [Score(1.0), Score(None, status="invalid"), Score(0.0)])
+    answers = [make_group(reward, answer=n) for n, reward in ((1, 1.0), (2, None), (3, 0.0))]
+    metrics = rollout_metrics(trajectories_of(answers))
     assert metrics["reward/mean"] == 0.5
     assert metrics["reward/failed_share"] == pytest.approx(1 / 3)
     assert metrics["rollout/answer_tokens"] == 2.0
@@ -26,23 +27,24 @@ def test_what_tools_said_counts_for_nothing() -> None:
     said = np.array([True, False, False, True])
     log_probs = np.where(said, sample.log_probs, np.nan).astype(np.float32)
     talk = replace(sample, loss_mask=said, log_probs=log_probs, versions=np.where(said, 1, -1).astype(np.int32))
-    metrics = rollout_metrics([talk], [Score(1.0)])
+    metrics = rollout_metrics([Trajectory("1/0/0", 0, [talk], Score(1.0))])
     assert metrics["rollout/answer_tokens"] == 2.0
     assert all(np.isfinite(value) for value in metrics.values())
-    learnt = pack([TrainingSample(talk, np.ones(4, np.float32))])
+    learnt = pack([replace(talk, advantages=np.ones(4, np.float32))])
     assert learnt.rollout_log_probs.tolist() == sample.log_probs[said].tolist()
 
 
 def test_conversations_tell_how_long_they_are_and_how_often_their_tools_fail() -> None:
-    counts = {"conversations": 4, "turns": 10, "calls_ok": 6, "calls_raised": 1, "calls_timeout": 1}
-    metrics = conversation_metrics(counts)
+    counts = [{"turns": 4, "calls_ok": 3}, {"turns": 3, "calls_ok": 3, "calls_raised": 1}, {"turns": 2}]
+    counts += [{"turns": 1, "calls_timeout": 1}]
+    metrics = conversation_metrics([Trajectory(f"1/0/{n}", n, counts=own) for n, own in enumerate(counts)])
     assert metrics == {"agent/turns": 2.5, "agent/calls": 2.0, "agent/failed_calls_share": 0.25}
-    assert all(value == 0.0 for value in conversation_metrics({}).values())
+    assert all(value == 0.0 for value in conversation_metrics([]).values())
 
 
 def test_parts_of_a_score_have_metrics_of_their_own() -> None:
     scores = [Score(1.0, parts={"style": 0.5}), Score(1.0, parts={"style": 1.0, "length": 3})]
-    metrics = rollout_metrics([make_sample()] * 2, scores)
+    metrics = rollout_metrics(graded_group(*(("", score) for score in scores)).trajectories)
     assert metrics["reward/part/style"] == 0.75
     assert metrics["reward/part/length"] == 3.0
 
@@ -55,7 +57,7 @@ def test_sums_over_ranks_become_means_over_tokens() -> None:
     metrics = update_metrics(UpdateStats.combined(ranks))
     assert metrics["actor/loss"] == 1.0
     assert metrics["rollout/kl"] == 1.0
-    assert metrics["rollout/largest_gap"] == 0.4
+    assert metrics["rollout/max_log_prob_diff"] == 0.4
     assert metrics["actor/grad_norm"] == 2.0
 
 

@@ -13,14 +13,15 @@ from practicum.config import Config
 from practicum.errors import CheckpointError
 from practicum.loop.run_folder import RunFolder, RunState, read_best, read_metrics, read_validation
 from practicum.loop.trackers import JsonlTracker
-from practicum.types import Score
-from tests.samples import make_sample
+from practicum.types import Prompt, Score
+from tests.samples import graded_group
 
 MakeConfig = Callable[..., Config]
 
 
-def fill(folder: Path) -> None:
-    (folder / "weights").write_text("w")
+def save(folder: RunFolder, state: RunState, metrics: dict[str, float] | None = None) -> None:
+    with folder.new_checkpoint(state, metrics) as hidden:
+        (hidden / "weights").write_text("w")
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(make_config: MakeConfig) -> None:
@@ -49,7 +50,7 @@ def test_a_folder_that_cannot_be_written_is_named(make_config: MakeConfig, tmp_p
 def test_the_newest_checkpoints_are_kept_and_the_last_is_resumed(make_config: MakeConfig) -> None:
     folder = RunFolder(make_config("trainer.keep_checkpoints=2"))
     for step in (2, 4, 10, 100):
-        folder.save_checkpoint(RunState(step, data_position=step * 4), fill)
+        save(folder, RunState(step, data_position=step * 4))
     folder.close()
     assert sorted(p.name for p in (folder.path / "checkpoints").iterdir()) == ["step-000010", "step-000100"]
     resumed = RunFolder(make_config("resume=auto"))
@@ -61,18 +62,15 @@ def test_the_newest_checkpoints_are_kept_and_the_last_is_resumed(make_config: Ma
 
 def test_a_checkpoint_interrupted_while_written_is_not_seen(make_config: MakeConfig) -> None:
     folder = RunFolder(make_config())
-    folder.save_checkpoint(RunState(1, 4), fill)
+    save(folder, RunState(1, 4))
 
-    def fails(hidden: Path) -> None:
-        fill(hidden)
+    with pytest.raises(KeyboardInterrupt), folder.new_checkpoint(RunState(2, 8)) as hidden:
+        (hidden / "weights").write_text("w")
         raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        folder.save_checkpoint(RunState(2, 8), fails)
     folder.close()
     resumed = RunFolder(make_config("resume=auto"))
     assert resumed.checkpoint is not None and resumed.checkpoint.state.step == 1
-    resumed.save_checkpoint(RunState(2, 8), fill)  # the remains are out of the way
+    save(resumed, RunState(2, 8))  # the remains are out of the way
     resumed.close()
 
 
@@ -81,7 +79,7 @@ def test_metrics_after_the_checkpoint_are_cut_off(make_config: MakeConfig) -> No
     rows = [{"step": step, "x": step / 3} for step in range(5)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder.path / "metrics.jsonl").write_text(text + '{"step": 5, "x": 0.1')  # killed in the middle of a line
-    folder.save_checkpoint(RunState(3, 12), fill)
+    save(folder, RunState(3, 12))
     folder.close()
     resumed = RunFolder(make_config("resume=auto"))
     assert read_metrics(resumed.path) == rows[:4]
@@ -91,7 +89,7 @@ def test_metrics_after_the_checkpoint_are_cut_off(make_config: MakeConfig) -> No
 @pytest.mark.parametrize("change", ["model.path=./other", "data.train=other.jsonl", "trainer.seed=7"])
 def test_what_the_checkpoint_depends_on_cannot_change(make_config: MakeConfig, change: str) -> None:
     folder = RunFolder(make_config())
-    folder.save_checkpoint(RunState(3, 12), fill)
+    save(folder, RunState(3, 12))
     folder.close()
     with pytest.raises(CheckpointError, match=rf"cannot go on with another {change.partition('=')[0]}: "):
         RunFolder(make_config("resume=auto", change))
@@ -99,7 +97,7 @@ def test_what_the_checkpoint_depends_on_cannot_change(make_config: MakeConfig, c
 
 def test_a_damaged_checkpoint_says_what_to_do(make_config: MakeConfig) -> None:
     folder = RunFolder(make_config())
-    folder.save_checkpoint(RunState(3, 12), fill)
+    save(folder, RunState(3, 12))
     folder.close()
     (folder.path / "checkpoints" / "step-000003" / "state.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"step-000003 has no usable state.json.*delete that folder"):
@@ -116,15 +114,16 @@ def test_a_damaged_line_of_metrics_is_named(make_config: MakeConfig) -> None:
 
 def test_answers_and_validations_can_be_read(make_config: MakeConfig) -> None:
     folder = RunFolder(make_config())
-    samples = [make_sample(text="4", truth="5"), make_sample(text="5", truth="5")]
-    scores = [Score(None, status="timeout"), Score(1.0)]
-    folder.write_answers(3, samples, scores)
+    group = graded_group(("4", Score(None, status="timeout")), ("5", Score(1.0)))
+    for trajectory in group.trajectories:
+        trajectory.last.prompt = Prompt("p", text="?", answer="5")
+    folder.write_answers(3, group.trajectories)
     text = (folder.path / "answers" / "step-000003.txt").read_text()
     assert "answer: 4\nexpected: 5\nscore: timeout" in text
-    folder.write_validation(3, samples, scores, right_above=0.5)
+    folder.write_validation(3, group.trajectories, right_above=0.5)
     assert [row["score"] for row in read_validation(folder.path, 3)] == [None, 1.0]
     assert [row["right"] for row in read_validation(folder.path, 3)] == [False, True]
-    folder.write_validation(3, samples, scores, right_above=1.0)
+    folder.write_validation(3, group.trajectories, right_above=1.0)
     assert [row["right"] for row in read_validation(folder.path, 3)] == [False, False]
     assert read_validation(folder.path, 4) == []
     folder.close()
@@ -142,7 +141,7 @@ def steps_done(folder: RunFolder, accuracies: dict[int, float], every: int = 100
         metrics = {"validation/accuracy": accuracy}
         tracker.log(step, metrics)
         if step % every == 0 or folder.is_best(metrics):
-            folder.save_checkpoint(RunState(step, step), fill, metrics)
+            save(folder, RunState(step, step), metrics)
     tracker.close()
 
 

@@ -4,7 +4,6 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -21,15 +20,13 @@ from practicum.loop.validation import (
     pass_at_k,
     validation_metrics,
     validation_names,
-    vote_of,
 )
-from practicum.types import Sample, Score
-from tests.samples import make_sample
+from practicum.types import Score, Trajectory
+from tests.samples import graded_group
 
 
-def sample_of(text: str, source: str = "", seed: int = 0) -> Sample:
-    sample = make_sample(text=text, seed=seed)
-    return replace(sample, prompt=replace(sample.prompt, data_source=source))
+def trajectory(text: str, score: Score) -> Trajectory:
+    return graded_group((text, score)).trajectories[0]
 
 
 def voted(vote: str, is_right: bool) -> GradedAnswer:
@@ -93,25 +90,28 @@ def test_k_doubles_up_to_the_number_of_answers(num: int, ks: list[int]) -> None:
 
 
 def test_answers_vote_with_what_their_grader_read_or_else_with_their_text() -> None:
-    assert vote_of(sample_of("I think it is 1/2"), Score(1.0, answer="1/2")) == "1/2"
-    assert vote_of(sample_of("<think>7? no</think>\n\n The  answer\nis 8 "), Score(1.0)) == "The answer is 8"
+    read = graded_answer(trajectory("I think it is 1/2", Score(1.0, answer="1/2")), 0.5)
+    unread = graded_answer(trajectory("<think>7? no</think>\n\n The  answer\nis 8 ", Score(1.0)), 0.5)
+    assert read is not None and read.vote == "1/2"
+    assert unread is not None and unread.vote == "The answer is 8"
 
 
 def test_right_is_above_the_threshold() -> None:
     def is_right(value: float, above: float) -> bool:
-        found = graded_answer(sample_of("x"), Score(value), above)
+        found = graded_answer(trajectory("x", Score(value)), above)
         assert found is not None
         return found.is_right
 
     assert not is_right(0.5, 0.5) and is_right(0.51, 0.5)
     assert is_right(-0.5, -1.0) and not is_right(0.9, 0.9)
-    assert graded_answer(sample_of("x"), Score.failed("timeout", "late"), 0.5) is None
+    assert graded_answer(trajectory("x", Score.failed("timeout", "late")), 0.5) is None
 
 
 def test_one_dataset() -> None:
     texts = ["4", "4", "5", "4", "1", "2", "3", "9"]  # two prompts, four answers each
     values = [1.0, 1.0, 0.0, 1.0, 0.0, 0.6, 0.0, 0.0]
-    metrics = validation_metrics([sample_of(text) for text in texts], [Score(v) for v in values], 4, right_above=0.5)
+    answers = [(text, Score(value)) for text, value in zip(texts, values, strict=True)]
+    metrics = validation_metrics([graded_group(*answers[:4]), graded_group(*answers[4:])], right_above=0.5)
     expected = {
         "validation/accuracy": sum(values) / 8,
         "validation/mean@4": sum(values) / 8,
@@ -127,21 +127,22 @@ def test_one_dataset() -> None:
 
 
 def test_datasets_have_figures_of_their_own_beside_those_of_all() -> None:
-    samples = [sample_of("a", "gsm8k", 1), sample_of("b", "math", 2), sample_of("c", "", 3), sample_of("d", "math", 4)]
-    metrics = validation_metrics(samples, [Score(1.0), Score(0.0), Score(0.0), Score(1.0)], 1, right_above=0.5)
+    given = (("a", "gsm8k", 1.0), ("b", "math", 0.0), ("c", "", 0.0), ("d", "math", 1.0))
+    groups = [graded_group((text, Score(value)), source=source) for text, source, value in given]
+    metrics = validation_metrics(groups, right_above=0.5)
     assert metrics["validation/pass@1"] == metrics["validation/accuracy"] == 0.5
     assert metrics["validation/gsm8k/pass@1"] == 1.0
     assert metrics["validation/math/accuracy"] == 0.5
     assert metrics["validation/other/mean@1"] == 0.0
-    names = validation_names([sample.prompt.data_source for sample in samples], 1)
+    names = validation_names([group.prompt.data_source for group in groups], 1)
     assert set(names) == {name for name in metrics if "failed" not in name}
 
 
 def test_what_could_not_be_graded_is_counted_and_is_no_zero() -> None:
     failed = Score.failed("timeout", "late")
     scores = [Score(1.0), failed, Score(1.0), failed, Score(0.0), Score(1.0), failed, failed]
-    samples = [sample_of(text, seed=i // 4) for i, text in enumerate("44441255")]
-    metrics = validation_metrics(samples, scores, 4, right_above=0.5)
+    answers = list(zip("44441255", scores, strict=True))
+    metrics = validation_metrics([graded_group(*answers[:4]), graded_group(*answers[4:])], right_above=0.5)
     assert metrics["validation/failed_share"] == 0.5
     assert metrics["validation/accuracy"] == 0.75
     assert metrics["validation/pass@1"] == 0.75  # of two graded answers to each: both right, one right
@@ -152,10 +153,9 @@ def test_what_could_not_be_graded_is_counted_and_is_no_zero() -> None:
 
 def test_a_prompt_without_any_grade_is_left_out() -> None:
     failed = Score.failed("invalid", "?")
-    samples = [sample_of("4", seed=0), sample_of("4", seed=1)]
-    metrics = validation_metrics(samples, [Score(1.0), failed], 1, right_above=0.5)
+    metrics = validation_metrics([graded_group(("4", Score(1.0))), graded_group(("4", failed))], right_above=0.5)
     assert metrics["validation/pass@1"] == 1.0 and metrics["validation/too_few@1"] == 0.5
-    nothing = validation_metrics(samples, [failed, failed], 1, right_above=0.5)
+    nothing = validation_metrics([graded_group(("4", failed)), graded_group(("4", failed))], right_above=0.5)
     assert nothing == {"validation/failed_share": 1.0, "validation/too_few@1": 1.0}
 
 

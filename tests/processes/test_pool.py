@@ -300,29 +300,6 @@ def test_closing_fails_what_is_left_and_is_safe_to_repeat() -> None:
     run(test)
 
 
-def test_the_gate_is_passed_first_and_counts_as_waiting() -> None:
-    class Gate:
-        is_open = False
-
-        async def enter(self) -> None:
-            await asyncio.sleep(0.2)
-            self.is_open = True
-
-        def leave(self) -> None:
-            self.is_open = False
-
-    async def test() -> None:
-        async with pool_of(Tricks()) as pool:
-            gate = Gate()
-            result = await pool.run(("square", 3), 5, gate)
-            assert (result.value, result.waited_s >= 0.2, gate.is_open) == (9, True, False)
-            with pytest.raises(JobFailed):
-                await pool.run(("raise_error", "x"), 5, gate)
-            assert not gate.is_open
-
-    run(test)
-
-
 # Coroutines, many in one process
 
 

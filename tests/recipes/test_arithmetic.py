@@ -34,7 +34,7 @@ def test_what_is_prepared_is_a_model_and_problems_to_practise_and_to_hold_out(fo
     ("name", "metric"),
     [
         ("ppo-arithmetic", "critic/loss"),
-        ("dapo-arithmetic", "rollout/renewed_prompts"),
+        ("dapo-arithmetic", "rollout/resampled_prompts"),
         ("lora", "actor/reference_kl"),
         ("async", "time/ahead/rollout_s"),
         ("moe-r3", "replay/kl_without"),

@@ -11,7 +11,7 @@ import numpy as np
 from practicum.replay.format import RecordingHeader
 from practicum.replay.records import RecordedSample
 from practicum.replay.store import RouteWriter
-from practicum.types import Message, Prompt, RoutedExperts, Sample, Score, TrainingSample, route_dtype
+from practicum.types import Message, Prompt, RoutedExperts, Sample, Score, route_dtype
 
 HEADER = RecordingHeader("qwen3_moe-1f2e3d4c", (1, 2, 5), 8, 2, "tokenizer-77", made={"transformers": "5.22"})
 
@@ -42,10 +42,11 @@ def make_record(
         versions=random.integers(-1, 3, answer).astype(np.int32),
         text=f"the answer of {id} \ud800 é",
         finish_reason="stop" if answer else "abort",
+        id=id,
+        score=Score(0.1, {"length": float(answer)}) if place % 3 else Score.failed("timeout", "took 11 s"),
+        advantages=np.full(answer, random.normal(), np.float32),
     )
-    training = TrainingSample(sample, np.full(answer, random.normal(), np.float32))
-    score = Score(0.1, {"length": float(answer)}) if place % 3 else Score.failed("timeout", "took 11 s")
-    return RecordedSample(id, step, place, training, score, make_routes(prompt + answer, header, random, spread))
+    return RecordedSample(step, place, sample, make_routes(prompt + answer, header, random, spread))
 
 
 def make_routes(num_tokens: int, header: RecordingHeader, random: Any, spread: float = 1.0) -> RoutedExperts:
@@ -71,19 +72,17 @@ def write(
 
 def same(one: RecordedSample, other: RecordedSample) -> bool:
     """To the last bit, also of NaN."""
-    a, b = one.training, other.training
-    arrays = ("prompt_ids", "token_ids", "log_probs", "loss_mask", "versions")
-    pairs = [(getattr(a.sample, name), getattr(b.sample, name)) for name in arrays]
-    pairs.append((a.advantages, b.advantages))
+    arrays = ("prompt_ids", "token_ids", "log_probs", "loss_mask", "versions", "advantages")
+    pairs = [(getattr(one.sample, name), getattr(other.sample, name)) for name in arrays]
     words = [
         (
             r.id,
             r.step,
             r.place,
             r.score,
-            r.training.sample.prompt,
-            r.training.sample.text,
-            r.training.sample.finish_reason,
+            r.sample.prompt,
+            r.sample.text,
+            r.sample.finish_reason,
         )
         for r in (one, other)
     ]

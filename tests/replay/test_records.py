@@ -15,13 +15,13 @@ from tests.replay.recordings import HEADER, make_batch, make_record, same, write
 
 
 def with_prompt(record: RecordedSample, prompt: Prompt) -> RecordedSample:
-    sample = replace(record.training.sample, prompt=prompt)
-    return replace(record, training=replace(record.training, sample=sample))
+    sample = replace(record.sample, prompt=prompt)
+    return replace(record, sample=sample)
 
 
 def written_and_read(record: RecordedSample, folder: Path) -> RecordedSample:
     with Recording(write(folder / "routes", [record])) as recording:
-        return recording.sample(record.id)
+        return recording.record(record.id)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def written_and_read(record: RecordedSample, folder: Path) -> RecordedSample:
 )
 def test_an_answer_comes_back_if_json_can_be_made_of_it(answer: Any, back: Any, tmp_path: Path) -> None:
     prompt = Prompt("p", text="How much is it?", answer=answer, data_source="shop", metadata={"secret": object()})
-    found = written_and_read(with_prompt(make_record("a"), prompt), tmp_path).training.sample.prompt
+    found = written_and_read(with_prompt(make_record("a"), prompt), tmp_path).sample.prompt
     assert found == Prompt("p", text="How much is it?", answer=back, data_source="shop")
 
 
@@ -46,20 +46,20 @@ def test_answers_to_one_prompt_share_it(tmp_path: Path) -> None:
     (words,) = [data for name, _, _, data in sections_of(records, HEADER) if name == "words"]
     assert len(words) < 1000
     with Recording(write(tmp_path / "routes", records, chunk_tokens=1000)) as recording:
-        assert [record.training.sample.prompt for record in recording.samples(1)] == [prompt] * 5
+        assert [record.sample.prompt for record in recording.records(1)] == [prompt] * 5
 
 
 def test_every_bit_of_a_nan_is_kept(tmp_path: Path) -> None:
     record = make_record("a")
-    record.training.sample.log_probs.view(np.uint32)[:3] = 0x7FC00001, 0xFFC12345, 0x80000000
+    record.sample.log_probs.view(np.uint32)[:3] = 0x7FC00001, 0xFFC12345, 0x80000000
     assert same(written_and_read(record, tmp_path), record)
 
 
 def test_routes_of_the_sample_itself_are_not_kept_twice(tmp_path: Path) -> None:
     record = make_record("a")
-    sample = replace(record.training.sample, routes=record.routes)
-    record = replace(record, training=replace(record.training, sample=sample))
-    assert written_and_read(record, tmp_path).training.sample.routes is None
+    sample = replace(record.sample, routes=record.routes)
+    record = replace(record, sample=sample)
+    assert written_and_read(record, tmp_path).sample.routes is None
 
 
 def test_words_that_do_not_fit_are_refused() -> None:
@@ -79,4 +79,4 @@ def test_words_that_do_not_fit_are_refused() -> None:
         chunk = read_chunk(head, data[CHUNK_HEAD_BYTES : CHUNK_HEAD_BYTES + head.index_bytes])
         opened = OpenChunk(chunk, HEADER, lambda name, sections=sections: sections[name][3])  # type: ignore[misc]
         with pytest.raises(Spoilt):
-            opened.sample(0)
+            opened.record(0)

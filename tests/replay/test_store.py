@@ -41,7 +41,7 @@ def test_what_was_recorded_is_read_to_the_last_bit(
     path = write(tmp_path_factory.mktemp("recording") / "routes", records, header, chunk_tokens)
     with Recording(path) as recording:
         assert recording.header == header and recording.steps == [7] and len(recording) == len(records)
-        assert all(same(one, back) for one, back in zip(records, recording.samples(7), strict=True))
+        assert all(same(one, back) for one, back in zip(records, recording.records(7), strict=True))
         backwards = [record.id for record in reversed(records)]
         for one, routes in zip(reversed(records), recording.routes(backwards), strict=True):
             assert same_routes(one.routes, routes)
@@ -54,21 +54,21 @@ def test_samples_are_found_by_id_and_by_step_in_the_order_of_the_batch(tmp_path:
         assert recording.steps == [1, 2]
         assert recording.ids == [record.id for record in [*first, *second]]
         assert "1-4" in recording and "3-0" not in recording
-        assert same(recording.sample("1-4"), first[4])
+        assert same(recording.record("1-4"), first[4])
         assert recording.entry("2-1").num_tokens == 8
         with pytest.raises(ReplayError, match=r"sample 3-0 is not in .*routes\.$"):
-            recording.sample("3-0")
+            recording.record("3-0")
         with pytest.raises(ReplayError, match=r"step 3 is not in .*: it holds steps 1 to 2"):
-            recording.samples(3)
+            recording.records(3)
 
 
 def test_what_is_given_out_can_be_changed_without_harm(tmp_path: Path) -> None:
     record = make_record("a")
     with Recording(write(tmp_path / "routes", [record])) as recording:
-        taken = recording.sample("a")
+        taken = recording.record("a")
         taken.routes.experts[:] = 0
-        taken.training.sample.token_ids[:] = 0
-        assert same(recording.sample("a"), record)
+        taken.sample.token_ids[:] = 0
+        assert same(recording.record("a"), record)
 
 
 def test_a_sample_recorded_again_replaces_the_earlier_one(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_sample_recorded_again_replaces_the_earlier_one(tmp_path: Path) -> Non
     write(path, again)
     with Recording(path) as recording:
         assert len(recording) == 4 and recording.ids == ["1-0", "1-1", "1-2", "1-3"]
-        assert same(recording.sample("1-1"), again[0]) and same(recording.sample("1-3"), make_batch(1, 4)[3])
+        assert same(recording.record("1-1"), again[0]) and same(recording.record("1-3"), make_batch(1, 4)[3])
 
 
 def test_ranks_write_side_by_side(tmp_path: Path) -> None:
@@ -87,12 +87,12 @@ def test_ranks_write_side_by_side(tmp_path: Path) -> None:
         write(path, records[rank::2], replace(HEADER, rank=rank, num_ranks=2))
     assert rank_path(path, 1) == tmp_path / "routes.1"
     with Recording(path) as recording:
-        assert all(same(one, back) for one, back in zip(records, recording.samples(1), strict=True))
+        assert all(same(one, back) for one, back in zip(records, recording.records(1), strict=True))
     # Resumed, a sample may come to another rank: what was written last counts.
     again = make_record("1-1", 1, 1, seed=5)
     write(path, [again], replace(HEADER, rank=0, num_ranks=2))
     with Recording(path) as recording:
-        assert len(recording) == 6 and same(recording.sample("1-1"), again)
+        assert len(recording) == 6 and same(recording.record("1-1"), again)
     with pytest.raises(ReplayError, match=r"routes\.1 is the part of rank 1"):
         Recording(tmp_path / "routes.1")
     (tmp_path / "routes.1").unlink()
@@ -182,11 +182,11 @@ def test_a_file_cut_off_anywhere_keeps_all_whole_chunks_and_can_be_gone_on_with(
             with Recording(path) as recording:
                 assert set(recording.ids) == expected
                 assert all(
-                    same(recording.sample(id), kept[id]) for id in dice.sample(sorted(expected), len(expected) // 6)
+                    same(recording.record(id), kept[id]) for id in dice.sample(sorted(expected), len(expected) // 6)
                 )
         write(path, [more])
         with Recording(path) as recording:
-            assert set(recording.ids) == expected | {"more"} and same(recording.sample("more"), more)
+            assert set(recording.ids) == expected | {"more"} and same(recording.record("more"), more)
             assert not recording.files[0].lost and not recording.files[0].unfinished
 
 
@@ -211,7 +211,7 @@ def test_a_spoilt_bit_never_gives_a_wrong_row(tmp_path: Path) -> None:
             bad = set(kept) - set(recording.ids)
             for id in recording.ids:
                 try:
-                    assert same(recording.sample(id), kept[id])
+                    assert same(recording.record(id), kept[id])
                 except ReplayError as error:
                     assert str(path) in str(error) and "at byte" in str(error)
                     bad.add(id)
@@ -231,7 +231,7 @@ def test_routes_are_read_from_a_chunk_of_which_other_sections_are_spoilt(tmp_pat
     with Recording(path) as recording:
         assert same_routes(recording.routes(["a"])[0], record.routes)
         with pytest.raises(ReplayError, match=r"chunk 0, at byte \d+, is spoilt: the section 'words' has the wrong"):
-            recording.sample("a")
+            recording.record("a")
 
 
 def test_a_file_that_shrinks_under_a_reader_is_an_error(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_a_file_that_shrinks_under_a_reader_is_an_error(tmp_path: Path) -> None:
     with Recording(path) as recording:
         os.truncate(path, path.stat().st_size // 2)
         with pytest.raises(ReplayError, match="spoilt"):
-            recording.samples(1)
+            recording.records(1)
 
 
 def test_a_second_writer_is_refused_until_the_first_has_closed(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_when_the_disk_is_full_what_was_written_stays_and_writing_can_go_on(tmp_
             assert recording.files[0].unfinished is None
         writer.append(second)
     with Recording(path) as recording:
-        assert len(recording) == 44 and all(same(*pair) for pair in zip(second, recording.samples(2), strict=True))
+        assert len(recording) == 44 and all(same(*pair) for pair in zip(second, recording.records(2), strict=True))
 
 
 def writing_process(path: Path) -> subprocess.Popen[bytes]:
@@ -319,7 +319,7 @@ def test_a_writer_that_is_killed_is_read_meanwhile_and_gone_on_with(tmp_path: Pa
                     num_new += recording.refresh()
                     if len(recording):
                         entry = recording.entry(recording.ids[-1])
-                        assert same(recording.sample(entry.id), make_record(entry.id, entry.step, entry.place))
+                        assert same(recording.record(entry.id), make_record(entry.id, entry.step, entry.place))
                 assert num_new >= 60 and len(recording) == num_seen + num_new
                 with pytest.raises(ReplayError, match="being written by another process"):
                     RouteWriter(path, HEADER)
@@ -330,7 +330,7 @@ def test_a_writer_that_is_killed_is_read_meanwhile_and_gone_on_with(tmp_path: Pa
             assert len(recording) >= num_seen + num_new, round
             for id in recording.ids:
                 entry = recording.entry(id)
-                assert same(recording.sample(id), make_record(id, entry.step, entry.place))
+                assert same(recording.record(id), make_record(id, entry.step, entry.place))
             assert not recording.files[0].lost
 
 
@@ -347,4 +347,4 @@ def test_only_the_chunks_that_are_needed_are_read(tmp_path: Path) -> None:
     path.write_bytes(data)
     with Recording(path) as recording:
         assert len(recording) == 100
-        assert np.array_equal(recording.sample("19-4").routes.known, make_batch(19, 5)[4].routes.known)
+        assert np.array_equal(recording.record("19-4").routes.known, make_batch(19, 5)[4].routes.known)

@@ -75,10 +75,10 @@ def test_a_difference_tells_where_and_how_much(tmp_path: Path) -> None:
 
 def test_experts_are_compared_as_long_as_the_tokens_are_the_same(tmp_path: Path) -> None:
     record = make_record("a", prompt=3, answer=5)
-    tokens = record.training.sample.token_ids.copy()
+    tokens = record.sample.token_ids.copy()
     tokens[2] += 1
-    sample = replace(record.training.sample, token_ids=tokens)
-    other = replace(record, training=replace(record.training, sample=sample))
+    sample = replace(record.sample, token_ids=tokens)
+    other = replace(record, sample=sample)
     with Recording(write(tmp_path / "a", [record])) as a, Recording(write(tmp_path / "b", [other])) as b:
         found = difference(a, b)
     assert found.with_other_tokens == ["a"] and found.num_tokens == 5

@@ -16,10 +16,10 @@ from practicum.controller.host import free_port
 from practicum.errors import RewardError, WorkerError
 from practicum.reward import Progress, check_reward, open_reward_centre
 from practicum.types import Score
+from tests.reward.builders import function, samples_of
 from tests.reward.fakes import FakeService, hang, saying
-from tests.reward.halls import function, samples_of
 from tests.rewards import most_at_a_time
-from tests.rollout.serving.models import ask, save_classifier
+from tests.rollout.server.models import ask, save_classifier
 
 WAIT_S = 20.0
 

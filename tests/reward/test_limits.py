@@ -182,7 +182,7 @@ async def is_granted(task: asyncio.Task[Any], within_s: float = 0.2) -> bool:
 
 def test_clients_share_one_limit_and_never_exceed_it() -> None:
     async def test() -> None:
-        with LimitKeeper(LimitsConfig(concurrency=3)) as keeper:
+        async with LimitKeeper(LimitsConfig(concurrency=3)) as keeper:
             clients = [await LimitClient.connect(keeper.address) for _ in range(2)]
             at_a_time, most, served = 0, 0, Counter[int]()
 
@@ -207,7 +207,7 @@ def test_a_turn_is_passed_on_for_a_while_and_then_given_back(monkeypatch: pytest
     monkeypatch.setattr(limits_module, "_PASSED_ON_S", 0.3)
 
     async def test() -> None:
-        with LimitKeeper(LimitsConfig(concurrency=1)) as keeper:
+        async with LimitKeeper(LimitsConfig(concurrency=1)) as keeper:
             busy, other = [await LimitClient.connect(keeper.address) for _ in range(2)]
             order: list[str] = []
 
@@ -231,7 +231,7 @@ def test_a_turn_is_passed_on_for_a_while_and_then_given_back(monkeypatch: pytest
 @pytest.mark.parametrize("limits", [LimitsConfig(concurrency=1), LimitsConfig(concurrency=1, requests_per_minute=99)])
 def test_a_turn_passed_on_to_one_that_is_cancelled_is_not_lost(limits: LimitsConfig) -> None:
     async def test() -> None:
-        with LimitKeeper(limits) as keeper:
+        async with LimitKeeper(limits) as keeper:
             client = await LimitClient.connect(keeper.address)
             for _ in range(20):
                 (permit,) = await holding(client, 1)
@@ -248,13 +248,13 @@ def test_a_turn_passed_on_to_one_that_is_cancelled_is_not_lost(limits: LimitsCon
 
 def test_what_a_client_held_is_free_when_it_is_gone() -> None:
     async def test() -> None:
-        with LimitKeeper(LimitsConfig(concurrency=2)) as keeper:
+        async with LimitKeeper(LimitsConfig(concurrency=2)) as keeper:
             first, second = [await LimitClient.connect(keeper.address) for _ in range(2)]
             await holding(first, 2)
             waiting_first = asyncio.create_task(first.ask(1))
             waiting = asyncio.create_task(holding(second, 1))
             assert not await is_granted(waiting)
-            first._transport.abort()  # as when its process is killed
+            first.transport.abort()  # as when its process is killed
             await waiting
             with pytest.raises(ConnectionError):
                 await waiting_first
@@ -265,7 +265,7 @@ def test_what_a_client_held_is_free_when_it_is_gone() -> None:
 
 def test_a_client_that_waits_no_more_takes_nobodys_turn() -> None:
     async def test() -> None:
-        with LimitKeeper(LimitsConfig(concurrency=1, requests_per_minute=3)) as keeper:
+        async with LimitKeeper(LimitsConfig(concurrency=1, requests_per_minute=3)) as keeper:
             client = await LimitClient.connect(keeper.address)
             (permit,) = await holding(client, 1)
             given_up = [asyncio.create_task(client.ask(1)) for _ in range(20)]
@@ -285,7 +285,7 @@ def test_a_client_that_waits_no_more_takes_nobodys_turn() -> None:
 
 def test_a_request_cancelled_as_its_turn_comes_gives_it_back() -> None:
     async def test() -> None:
-        with LimitKeeper(LimitsConfig(concurrency=1)) as keeper:
+        async with LimitKeeper(LimitsConfig(concurrency=1)) as keeper:
             client = await LimitClient.connect(keeper.address)
             for _ in range(50):
                 tasks = [asyncio.create_task(holding(client, 1)) for _ in range(2)]
@@ -309,7 +309,7 @@ def test_windows_reopen_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits_module, "_WINDOW_S", 0.3)
 
     async def test() -> None:
-        with LimitKeeper(LimitsConfig(requests_per_minute=2)) as keeper:
+        async with LimitKeeper(LimitsConfig(requests_per_minute=2)) as keeper:
             client = await LimitClient.connect(keeper.address)
             start = time.monotonic()
             times = []
@@ -324,7 +324,7 @@ def test_windows_reopen_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_permit_says_what_was_really_used() -> None:
     async def test() -> None:
-        with LimitKeeper(LimitsConfig(tokens_per_minute=100)) as keeper:
+        async with LimitKeeper(LimitsConfig(tokens_per_minute=100)) as keeper:
             client = await LimitClient.connect(keeper.address)
             async with client.permit(90) as permit:
                 permit.tokens = 20
@@ -338,12 +338,11 @@ def test_a_permit_says_what_was_really_used() -> None:
 
 def test_a_keeper_that_is_gone_is_an_error_at_once() -> None:
     async def test() -> None:
-        with LimitKeeper(LimitsConfig(concurrency=1)) as keeper:
+        async with LimitKeeper(LimitsConfig(concurrency=1)) as keeper:
             client = await LimitClient.connect(keeper.address)
             await holding(client, 1)
             waiting = asyncio.create_task(client.ask(1))
             await asyncio.sleep(0)
-        keeper.close()  # a second time
         with pytest.raises(ConnectionError, match=r"keeper of reward\.limits is gone"):
             await waiting
         with pytest.raises(ConnectionError):
@@ -355,5 +354,9 @@ def test_a_keeper_that_is_gone_is_an_error_at_once() -> None:
 
 
 def test_a_keeper_that_cannot_listen_says_where() -> None:
-    with pytest.raises(RewardError, match=r"cannot listen at 203\.0\.113\.1"):
-        LimitKeeper(LimitsConfig(concurrency=1), host="203.0.113.1")
+    async def test() -> None:
+        with pytest.raises(RewardError, match=r"cannot listen at 203\.0\.113\.1"):
+            async with LimitKeeper(LimitsConfig(concurrency=1), host="203.0.113.1"):
+                raise AssertionError("not reached")
+
+    run(test)

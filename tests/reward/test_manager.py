@@ -1,380 +1,553 @@
 from __future__ import annotations
 
-import threading
+import asyncio
+import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import psutil
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from practicum import Sample
-from practicum.controller import Controller, GroupFuture, LocalWorkerGroup, RayClassWithInitArgs, open_controller
-from practicum.controller.future import Gather, only
+from practicum.controller import Controller, LocalWorkerGroup, RayClassWithInitArgs, open_controller
 from practicum.errors import RewardError, WorkerDied
-from practicum.reward import Progress, RewardLoopManager, RewardLoopWorker
-from practicum.reward.desks import Graded
-from practicum.reward.manager import GradingPolicy
-from practicum.reward.worker import Handout, Stack
-from practicum.types import Score
-from tests.reward.halls import function, hall_settings, samples_of
+from practicum.reward import RewardLoopManager, RewardLoopWorker
+from practicum.reward.executors import Graded
+from practicum.reward.manager import ExpectedCosts, GradingPolicy
+from practicum.reward.report import GradingReport, Progress
+from practicum.reward.worker import Finished
+from practicum.types import PromptGroup, Score
+from tests.reward.builders import function, groups_for, groups_of, reward_settings, samples_of, scores_of
+from tests.reward.fakes import run
+from tests.samples import make_sample
 
 WAIT_S = 20.0
-Open = Callable[..., RewardLoopManager]
 
 
-@pytest.fixture
-def local() -> Iterator[Open]:
-    """`local({"grader": "exact"}, retries=1)`: a manager with two workers in this process."""
-    with ExitStack() as stack:
+@asynccontextmanager
+async def open_manager(
+    config: dict[str, Any],
+    timeout_s: float = 10.0,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    **policy: Any,
+) -> AsyncIterator[RewardLoopManager]:
+    """Two workers in this process."""
+    packed = RayClassWithInitArgs(RewardLoopWorker, reward_settings(config, timeout_s=timeout_s, num_processes=2))
+    workers = LocalWorkerGroup(packed, name="graders", world_size=2)
+    try:
+        async with RewardLoopManager(workers, GradingPolicy(**policy), on_progress=on_progress) as manager:
+            yield manager
+    finally:
+        workers.shutdown()
 
-        def open_manager(
-            config: dict[str, Any],
-            timeout_s: float = 10.0,
-            on_progress: Callable[[Progress], None] = lambda progress: None,
-            side_by_side: bool = False,
-            **policy: Any,
-        ) -> RewardLoopManager:
-            packed = RayClassWithInitArgs(RewardLoopWorker, hall_settings(config, timeout_s=timeout_s, num_processes=2))
-            workers = stack.enter_context(LocalWorkerGroup(packed, name="graders", world_size=2))
-            return RewardLoopManager(
-                workers, GradingPolicy(**policy), side_by_side=side_by_side, on_progress=on_progress
-            )
 
-        yield open_manager
+def grade(config: dict[str, Any], groups: Sequence[PromptGroup], **settings: Any) -> tuple[list[Score], GradingReport]:
+    found: list[GradingReport] = []
+
+    async def test() -> None:
+        async with open_manager(config, **settings) as manager:
+            found.append(await manager.grade(groups))
+
+    run(test)
+    return scores_of(groups), found[0]
+
+
+def values(scores: Sequence[Score]) -> list[float | None]:
+    return [score.value for score in scores]
 
 
 def statuses(scores: Sequence[Score]) -> list[str]:
     return [score.status for score in scores]
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
+async def until(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline, f"not within {WAIT_S:g} s: {what}"
-        time.sleep(0.005)
+        await asyncio.sleep(0.005)
 
 
-def test_scores_come_in_the_order_of_the_samples(local: Open) -> None:
-    samples = samples_of("4", "5", " 4 ", "44", truth="4")
-    batch = local({"grader": "exact"}, max_failure_share=0.0).grade(samples)
-    assert [score.value for score in batch.scores] == [1.0, 0.0, 1.0, 0.0]
+def test_every_trajectory_has_its_own_score() -> None:
+    groups = groups_for("4", "5", " 4 ", "44", truth="4", per_group=2)
+    scores, _ = grade({"grader": "exact"}, groups, max_failure_share=0.0)
+    assert values(scores) == [1.0, 0.0, 1.0, 0.0]
     lengths = [str(i % 7) * (1 + i * 37 % 50) for i in range(200)]
-    batch = local({"function": function("length")}).grade(samples_of(*lengths))
-    assert [score.value for score in batch.scores] == [float(len(text)) for text in lengths]
-    assert batch.report.num_samples == 200 and batch.report.failures == {}
+    scores, report = grade({"function": function("length")}, groups_for(*lengths))
+    assert values(scores) == [float(len(text)) for text in lengths]
+    assert report.num_samples == 200 and report.failures == {}
 
 
-def test_the_value_of_a_sample_stands_at_its_last_token(local: Open) -> None:
-    batch = local({"grader": "exact"}).grade(samples_of("4", "5", truth="4"))
-    assert [row.tolist() for row in batch.token_rewards if row is not None] == [[0, 0, 1], [0, 0, 0]]
-    assert all(row is not None and row.dtype == np.float32 for row in batch.token_rewards)
-
-
-def test_no_samples_are_no_scores(local: Open) -> None:
+def test_no_samples_are_no_scores() -> None:
     for config in ({"grader": "exact"}, {"function": function("length")}):
-        assert local(config).grade([]).scores == []
+        assert grade(config, [])[1].num_samples == 0
 
 
-def test_failures_within_the_allowed_share_stay_failures(local: Open) -> None:
-    manager = local({"function": function("raises_on_one")}, max_failure_share=0.25)
-    batch = manager.grade(samples_of("0", "1", "2", "3"))
-    assert statuses(batch.scores) == ["ok", "invalid", "ok", "ok"]
-    assert batch.kept == [True, False, True, True]
-    assert batch.token_rewards[1] is None
-    assert batch.report.failures == {"invalid": 1}
+def test_the_last_context_of_a_trajectory_is_graded() -> None:
+    (group,) = groups_for("4", truth="4")
+    group.trajectories[0].samples.insert(0, samples_of("5", truth="4")[0])
+    assert values(grade({"grader": "exact"}, [group])[0]) == [1.0]
 
 
-def test_too_many_failures_stop_the_run_with_the_first_reason(local: Open) -> None:
-    manager = local({"function": function("raises_on_one")}, max_failure_share=0.2)
-    with pytest.raises(RewardError, match=r"1 of 4 samples could not be graded \(1 invalid\).*no such thing"):
-        manager.grade(samples_of("0", "1", "2", "3"))
-    # The next round has nothing to do with it.
-    assert statuses(manager.grade(samples_of("0", "2")).scores) == ["ok", "ok"]
+def test_failures_within_the_allowed_share_stay_failures() -> None:
+    config = {"function": function("raises_on_one")}
+    scores, report = grade(config, groups_for("0", "1", "2", "3"), max_failure_share=0.25)
+    assert statuses(scores) == ["ok", "invalid", "ok", "ok"]
+    assert report.failures == {"invalid": 1}
 
 
-def test_a_missing_ground_truth_is_invalid_not_wrong(local: Open) -> None:
+def test_too_many_failures_stop_the_run_with_the_first_reason() -> None:
+    async def test() -> None:
+        async with open_manager({"function": function("raises_on_one")}, max_failure_share=0.2) as manager:
+            with pytest.raises(RewardError, match=r"1 of 4 samples could not be graded \(1 invalid\).*no such thing"):
+                await manager.grade(groups_for("0", "1", "2", "3"))
+            # The next round has nothing to do with it.
+            groups = groups_for("0", "2")
+            await manager.grade(groups)
+            assert statuses(scores_of(groups)) == ["ok", "ok"]
+
+    run(test)
+
+
+def test_a_share_that_fails_first_is_judged_when_all_are_there() -> None:
+    async def test() -> None:
+        async with open_manager({"function": function("raises_on_one")}, max_failure_share=0.3) as manager:
+            async with manager.round() as grading:
+                (failing,) = groups_for("1")
+                grading.add([failing])
+                await until(lambda: failing.trajectories[0].score is not None, "the first was graded")
+                grading.add(groups_for("0", "2", "3"))
+                assert (await grading.result()).failures == {"invalid": 1}
+
+    run(test)
+
+
+def test_a_missing_ground_truth_is_invalid_not_wrong() -> None:
     with pytest.raises(RewardError, match="ground truth"):
-        local({"grader": "exact"}, max_failure_share=0.0).grade(samples_of("4"))
+        grade({"grader": "exact"}, groups_for("4"), max_failure_share=0.0)
 
 
-def test_a_function_that_always_hangs_does_not_take_its_time_for_every_sample(local: Open) -> None:
-    manager = local({"function": function("always_hangs")}, timeout_s=0.5)
+def test_a_function_that_always_hangs_does_not_take_its_time_for_every_sample() -> None:
     start = time.monotonic()
     with pytest.raises(RewardError, match=r"of 100 samples could not be graded \(\d+ timeout\)"):
-        manager.grade(samples_of(*"x" * 100))
-    assert time.monotonic() - start < 3 * 0.5 + 5  # of 100 the 11th is one too many, with four at a time
-    manager = local({"function": function("will_not_be_cancelled")}, timeout_s=0.5)
+        grade({"function": function("always_hangs")}, groups_for(*"x" * 100), timeout_s=0.5)
+    assert time.monotonic() - start < 3 * 0.5 + 8  # of 100 the 11th is one too many, with four at a time
     start = time.monotonic()
     with pytest.raises(RewardError):
-        manager.grade(samples_of(*"1" * 500))  # all at once
-    assert time.monotonic() - start < 6
+        grade({"function": function("will_not_be_cancelled")}, groups_for(*"1" * 500), timeout_s=0.5)
+    assert time.monotonic() - start < 10
 
 
-def test_all_kinds_of_failure_have_their_status_and_the_rest_its_score(local: Open) -> None:
+def test_all_kinds_of_failure_have_their_status_and_the_rest_its_score() -> None:
     expected = {"raise": "invalid", "exit": "invalid", "segfault": "invalid", "hang": "timeout", "die": "infra_error"}
     texts = ["fine"] * 195
     for position, text in zip((3, 50, 99, 120, 170), expected, strict=True):
         texts.insert(position, text)
-    batch = local({"function": function("misbehaves")}, timeout_s=1.0).grade(samples_of(*texts))
-    assert statuses(batch.scores) == [expected.get(text, "ok") for text in texts]
-    assert batch.report.failures == {"invalid": 3, "timeout": 1, "infra_error": 1}
+    scores, report = grade({"function": function("misbehaves")}, groups_for(*texts), timeout_s=1.0)
+    assert statuses(scores) == [expected.get(text, "ok") for text in texts]
+    assert report.failures == {"invalid": 3, "timeout": 1, "infra_error": 1}
 
 
-def test_timeouts_are_tried_again_and_what_is_the_samples_fault_is_not(local: Open, tmp_path: Path) -> None:
-    (late,) = samples_of("x", file=str(tmp_path / "late"))
-    manager = local({"function": function("hangs_the_first_time")}, timeout_s=0.7, retries=1)
-    batch = manager.grade([late, *samples_of("y", file=str(tmp_path))])
-    assert statuses(batch.scores) == ["ok", "ok"]
-    assert batch.report.num_retried == 1 and batch.report.failures == {}
-
-    manager = local({"function": function("misbehaves")}, timeout_s=0.3, retries=2, max_failure_share=1.0)
-    batch = manager.grade(samples_of("hang", "raise", "fine"))
-    assert statuses(batch.scores) == ["timeout", "invalid", "ok"]
-    assert batch.report.num_retried == 2  # both of the one that hangs
-
-
-def test_a_failure_may_cost_its_whole_group(local: Open) -> None:
-    samples = samples_of("0", "1", "2", "3")
-    config, groups = {"function": function("raises_on_one")}, [0, 0, 1, 1]
-    masking = local(config, max_failure_share=0.5).grade(samples, groups)
-    dropping = local(config, max_failure_share=0.5, on_failure="drop_group").grade(samples, groups)
-    assert masking.kept == [True, False, True, True]
-    assert dropping.kept == [False, False, True, True]
-    assert statuses(dropping.scores) == ["ok", "invalid", "ok", "ok"]  # the scores are still there to be seen
+def test_timeouts_are_tried_again_and_what_is_the_samples_fault_is_not(tmp_path: Path) -> None:
+    groups = [*groups_for("x", file=str(tmp_path / "late")), *groups_for("y", file=str(tmp_path))]
+    scores, report = grade({"function": function("hangs_the_first_time")}, groups, timeout_s=0.7, retries=1)
+    assert statuses(scores) == ["ok", "ok"]
+    assert report.num_retried == 1 and report.failures == {}
+    groups = groups_for("hang", "raise", "fine")
+    config = {"function": function("misbehaves")}
+    scores, report = grade(config, groups, timeout_s=0.3, retries=2, max_failure_share=1.0)
+    assert statuses(scores) == ["timeout", "invalid", "ok"]
+    assert report.num_retried == 2  # both of the one that hangs
 
 
-def test_samples_are_graded_while_others_are_still_being_written(local: Open, tmp_path: Path) -> None:
+def test_a_failure_may_cost_its_whole_group() -> None:
+    first, second = groups_for("0", "1", "2", "3", per_group=2)
+    for trajectory, status in zip([*first.trajectories, *second.trajectories], "oxoo", strict=True):
+        trajectory.score = Score(1.0) if status == "o" else Score.failed("timeout", "late")
+    masking, dropping = GradingPolicy(), GradingPolicy(on_failure="drop_group")
+    assert [masking.kept(first), masking.kept(second)] == [[True, False], [True, True]]
+    assert [dropping.kept(first), dropping.kept(second)] == [[False, False], [True, True]]
+
+
+def test_answers_are_graded_while_others_are_still_being_written(tmp_path: Path) -> None:
     file = tmp_path / "calls"
     file.touch()
-    manager = local({"function": function("counts_calls")})
-    with manager.round() as grading:
-        time.sleep(0.3)  # the time before the first sample is not the graders'
-        grading.add(samples_of("a", "bb", file=str(file)))
-        wait_until(lambda: len(file.read_text().split()) == 2, "the first two were graded")
-        grading.add(samples_of("ccc", file=str(file)))
-        wait_until(lambda: len(file.read_text().split()) == 3, "the third was graded")
-        grading.add([])
-        start = time.monotonic()
-        batch = grading.result()
-        assert time.monotonic() - start < 0.3
-    assert [score.value for score in batch.scores] == [1.0, 2.0, 3.0]
+
+    async def test() -> None:
+        async with open_manager({"function": function("counts_calls")}) as manager, manager.round() as grading:
+            groups = groups_for("a", "bb", "ccc", file=str(file))
+            grading.add(groups[:2])
+            await until(lambda: len(file.read_text().split()) == 2, "the first two were graded")
+            grading.add(groups[2:])
+            await until(lambda: len(file.read_text().split()) == 3, "the third was graded")
+            grading.add([])
+            await grading.result()
+            assert values(scores_of(groups)) == [1.0, 2.0, 3.0]
+
+    run(test)
 
 
-def test_adding_does_not_wait(local: Open) -> None:
-    manager = local({"function": function("naps")})
-    with manager.round() as grading:
-        grading.add(samples_of("0", "0"))
-        start = time.monotonic()
-        grading.add(samples_of("0.5", "0.5"))
-        assert time.monotonic() - start < 0.3
-        assert statuses(grading.result().scores) == ["ok"] * 4
+def test_the_time_before_the_first_sample_is_not_the_graders() -> None:
+    async def test() -> None:
+        async with open_manager({"grader": "exact"}) as manager, manager.round() as grading:
+            await asyncio.sleep(0.5)
+            grading.add(groups_for("4", truth="4"))
+            assert (await grading.result()).seconds < 0.5
+
+    run(test)
 
 
-def test_a_round_left_by_an_exception_stops_what_it_began(local: Open) -> None:
-    manager = local({"function": function("naps")})
-    start = time.monotonic()
-    with pytest.raises(KeyError), manager.round() as grading:
-        grading.add(samples_of(*["60"] * 10))
-        raise KeyError("somewhere else")
-    assert statuses(manager.grade(samples_of("0")).scores) == ["ok"]
-    assert time.monotonic() - start < 5
+def test_a_round_left_by_an_exception_stops_what_it_began() -> None:
+    async def test() -> None:
+        async with open_manager({"function": function("naps")}) as manager:
+            start = time.monotonic()
+            with pytest.raises(KeyError):
+                async with manager.round() as grading:
+                    grading.add(groups_for(*["60"] * 10))
+                    await asyncio.sleep(0.1)
+                    raise KeyError("somewhere else")
+            assert (await manager.grade(groups_for("0"))).failures == {}
+            assert time.monotonic() - start < 10
+
+    run(test)
 
 
-def test_progress_is_told_about_once_a_second(local: Open) -> None:
+def test_a_round_that_is_cancelled_ends_at_once() -> None:
+    async def test() -> None:
+        async with open_manager({"function": function("naps")}) as manager:
+            start = time.monotonic()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await manager.grade(groups_for("60"))
+            assert time.monotonic() - start < WAIT_S
+
+    run(test)
+
+
+def test_progress_is_told_about_once_a_second() -> None:
     told: list[Progress] = []
-    manager = local({"function": function("naps")}, on_progress=told.append)
-    manager.grade(samples_of(*["0.4"] * 64))  # four at a time: 6.4 s
-    assert 1 <= len(told) <= 7
-    assert all(progress.num_samples == 64 for progress in told)
-    assert 0 < told[0].num_done < 64 and told[0].seconds >= 0.9
+    groups = groups_for(*["0.2"] * 48)  # four at a time: 2.4 s
+    grade({"function": function("naps")}, groups, on_progress=told.append)
+    assert 1 <= len(told) <= 8
+    assert all(progress.num_samples == 48 for progress in told)
+    assert 0 < told[0].num_done < 48 and told[0].seconds >= 0.9
     assert [progress.num_done for progress in told] == sorted(progress.num_done for progress in told)
 
 
-def test_the_report_tells_waiting_from_running(local: Open) -> None:
-    report = local({"function": function("naps")}).grade(samples_of(*["0.1"] * 12)).report
+def test_the_report_tells_waiting_from_running() -> None:
+    _, report = grade({"function": function("naps")}, groups_for(*["0.1"] * 12))
     assert report.ran_s >= 0.1 and report.longest_wait_s > 0.1
     assert report.metrics()["time/graded_per_s"] == pytest.approx(12 / report.seconds)
 
 
-class Mortal:
-    """A group whose workers die when their turn comes, some times or always; the others grade everything with 1."""
+def test_rounds_that_are_open_at_once_have_each_their_own_scores() -> None:
+    async def test() -> None:
+        async with (
+            open_manager({"function": function("naps")}) as manager,
+            manager.round() as first,
+            manager.round() as second,
+        ):
+            first.add(groups_for("0.3", "0.3"))
+            second.add(groups_for("0", "0", "0"))
+            assert (await second.result()).num_samples == 3
+            assert (await first.result()).num_samples == 2
+            with pytest.raises(ValueError, match="out of here"):
+                async with manager.round() as third:
+                    third.add(groups_for("60"))
+                    raise ValueError("out of here")
+            first.add(groups_for("0.1"))
+            assert (await first.result()).num_samples == 3
+
+    run(test)
+
+
+class FakeGroup:
+    """Two workers that grade everything with 1, a list at a time, and write down what they were called with."""
 
     name, world_size = "graders", 2
 
-    def __init__(self, num_deaths: float) -> None:
-        self.num_deaths = num_deaths
+    def __init__(self) -> None:
+        self.lists: list[list[Sample]] = []
         self.num_restarts = 0
-        self.abandoned: list[int] = []
-        self.seen: Counter[int] = Counter()
 
-    def with_timeout(self, timeout_s: float) -> Mortal:
+    def with_timeout(self, timeout_s: float) -> FakeGroup:
         return self
 
-    def execute_rank_async(self, rank: int, method: Any, stack: Stack, wait_s: float) -> GroupFuture[Any]:
-        self.seen.update(stack.places)
-        graded = [(place, Graded(Score(1.0))) for place in stack.places]
-        return GroupFuture([], lambda deadline: self._replies(graded), 0.0, cast(Gather, only))
+    def stream(self, rank: int, method: Any, samples: list[Sample]) -> AsyncIterator[Finished]:
+        assert method is RewardLoopWorker.grade
+        self.lists.append(samples)
+        return self.graded(len(self.lists) - 1, samples)
 
-    def execute_all(self, method: Any, number: int) -> None:
-        assert method is RewardLoopWorker.abandon
-        self.abandoned.append(number)
-
-    def _replies(self, graded: list[tuple[int, Graded]]) -> list[Any]:
-        if self.num_deaths > 0:
-            self.num_deaths -= 1
-            raise WorkerDied("rank 1 is gone", group=self.name, ranks=[1])
-        return [Handout(graded, 0)]
+    async def graded(self, call: int, samples: list[Sample]) -> AsyncIterator[Finished]:
+        await asyncio.sleep(0)
+        yield [(index, Graded(Score(1.0), ran_s=1e-3)) for index in range(len(samples))]
 
     def restart(self) -> None:
         self.num_restarts += 1
 
 
-def test_workers_that_die_are_started_anew_and_their_samples_graded_again() -> None:
-    group = Mortal(num_deaths=2)
-    batch = RewardLoopManager(cast(Any, group)).grade(samples_of(*"abc"))
-    assert statuses(batch.scores) == ["ok"] * 3
-    assert group.num_restarts == batch.report.num_restarts == 2
-    assert group.seen == {0: 3, 1: 3, 2: 3}
+def manager_of(group: FakeGroup, policy: GradingPolicy | None = None) -> RewardLoopManager:
+    return RewardLoopManager(cast(Any, group), policy)
+
+
+class Mortal(FakeGroup):
+    """Workers that die when their turn comes, so many times; `half` of their list is graded by then."""
+
+    def __init__(self, num_deaths: float, half: bool = False) -> None:
+        super().__init__()
+        self.num_deaths = num_deaths
+        self.half = half
+
+    async def graded(self, call: int, samples: list[Sample]) -> AsyncIterator[Finished]:
+        await asyncio.sleep(0)
+        if self.num_deaths > 0:
+            self.num_deaths -= 1
+            if self.half:
+                yield [(index, Graded(Score(1.0))) for index in range(0, len(samples), 2)]
+            raise WorkerDied("rank 1 is gone", group=self.name, ranks=[1])
+        yield [(index, Graded(Score(1.0))) for index in range(len(samples))]
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_workers_that_die_are_started_anew_and_what_they_had_is_graded_again(half: bool) -> None:
+    async def test() -> None:
+        group, groups = Mortal(num_deaths=2, half=half), groups_for(*"abcdefgh", per_group=8)
+        report = await manager_of(group).grade(groups)
+        assert statuses(scores_of(groups)) == ["ok"] * 8
+        assert group.num_restarts == report.num_restarts
+        assert 1 <= report.num_restarts <= 2
+
+    run(test)
 
 
 def test_workers_that_die_again_and_again_are_an_infra_error_not_a_hang() -> None:
-    batch = RewardLoopManager(cast(Any, Mortal(num_deaths=3)), GradingPolicy(max_failure_share=1.0)).grade(
-        samples_of(*"abc")
-    )
-    assert statuses(batch.scores) == ["infra_error"] * 3
-    assert "ended 3 times in this round: rank 1 is gone" in batch.scores[0].reason
-    with pytest.raises(RewardError, match="1 of 3 samples could not be graded"):
-        RewardLoopManager(cast(Any, Mortal(num_deaths=3))).grade(samples_of(*"abc"))
+    async def test() -> None:
+        groups, group = groups_for(*"abc"), Mortal(num_deaths=9)
+        await manager_of(group, GradingPolicy(max_failure_share=1.0)).grade(groups)
+        assert statuses(scores_of(groups)) == ["infra_error"] * 3
+        assert "ended 3 times in this round: rank 1 is gone" in scores_of(groups)[0].reason
+        assert group.num_restarts == 2
+        with pytest.raises(RewardError, match="of 3 samples could not be graded"):
+            await manager_of(Mortal(num_deaths=9)).grade(groups_for(*"abc"))
+
+    run(test)
 
 
-class DiesOnce(Mortal):
-    """What was sent to it before it was started anew is lost."""
+class DiesUnderAll(FakeGroup):
+    """Workers that hold what they are given until somebody `dies`; all they held before a restart is lost with it."""
 
-    def execute_rank_async(self, rank: int, method: Any, stack: Stack, wait_s: float) -> GroupFuture[Any]:
-        is_lost, graded = not self.num_restarts, [(place, Graded(Score(1.0))) for place in stack.places]
+    def __init__(self) -> None:
+        super().__init__()
+        self.dies = asyncio.Event()
 
-        def replies(deadline: float) -> list[Any]:
-            if is_lost:
-                raise WorkerDied("rank 1 is gone", group=self.name, ranks=[1])
-            return [Handout(graded, 0)]
-
-        return GroupFuture([], replies, 0.0, cast(Gather, only))
+    async def graded(self, call: int, samples: list[Sample]) -> AsyncIterator[Finished]:
+        if not self.num_restarts:
+            yield []
+            await self.dies.wait()
+            raise WorkerDied("rank 1 is gone", group=self.name, ranks=[1])
+        yield [(index, Graded(Score(1.0))) for index in range(len(samples))]
 
 
 def test_workers_that_die_under_two_rounds_are_started_anew_once() -> None:
-    group = DiesOnce(0)
-    manager = RewardLoopManager(cast(Any, group), side_by_side=True)
-    with manager.round() as first, manager.round() as second:
-        first.add(samples_of(*"ab"))
-        second.add(samples_of(*"abc"))
-        assert statuses(second.result().scores) == ["ok"] * 3
-        assert statuses(first.result().scores) == ["ok"] * 2
-    assert group.num_restarts == 1
-    assert group.abandoned == [0]  # nothing of it is left with the new ones, whenever it was sent to them
+    async def test() -> None:
+        group = DiesUnderAll()
+        manager = manager_of(group)
+        async with manager.round() as first, manager.round() as second:
+            first.add(groups_for(*"ab"))
+            second.add(groups_for(*"abc"))
+            await until(lambda: len(group.lists) >= 2, "both have begun")
+            group.dies.set()
+            reports = await asyncio.gather(first.result(), second.result())
+            assert [report.num_restarts for report in reports] == [1, 1]
+            assert [report.num_samples for report in reports] == [2, 3]
+        assert group.num_restarts == 1
+
+    run(test)
 
 
-class Busy(Mortal):
-    """Workers who say that they are at it; started anew they know of nothing from before, and grade what comes then."""
-
-    def execute_rank_async(self, rank: int, method: Any, *given: Any) -> GroupFuture[Any]:
-        life = self.num_restarts
-
-        def replies(deadline: float) -> list[Any]:
-            if method is RewardLoopWorker.collect:
-                return [Handout([], 0)]
-            (stack, _) = given
-            if life:
-                return [Handout([(place, Graded(Score(1.0))) for place in stack.places], 0)]
-            if stack.round == self.dies_of:
-                raise WorkerDied("rank 1 is gone", group=self.name, ranks=[1])
-            return [Handout([], len(stack.places))]
-
-        return GroupFuture([], replies, 0.0, cast(Gather, only))
-
-    dies_of = 1
+class CannotRestart(Mortal):
+    def restart(self) -> None:
+        raise RewardError("there is no room")
 
 
-def test_a_round_that_heard_of_no_death_grades_anew_what_another_one_has_lost_for_it() -> None:
-    group = Busy(0)
-    manager = RewardLoopManager(cast(Any, group), side_by_side=True)
-    with manager.round() as first, manager.round() as second:
-        first.add(samples_of(*"ab"))
-        second.add(samples_of(*"abc"))
-        first._take(first._unheard.pop(0).result())  # they are at it, and will not be heard of again
-        assert statuses(second.result().scores) == ["ok"] * 3
-        assert statuses(first.result().scores) == ["ok"] * 2
-    assert group.num_restarts == 1
+def test_workers_that_cannot_be_started_anew_end_the_round() -> None:
+    async def test() -> None:
+        with pytest.raises(RewardError, match="there is no room"):
+            await manager_of(CannotRestart(1)).grade(groups_for(*"abc"))
 
-
-class Recording(Mortal):
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.stacks: list[Stack] = []
-
-    def execute_rank_async(self, rank: int, method: Any, stack: Stack, wait_s: float) -> GroupFuture[Any]:
-        self.stacks.append(stack)
-        return super().execute_rank_async(rank, method, stack, wait_s)
+    run(test)
 
 
 def test_the_dearest_samples_are_spread_over_the_workers() -> None:
-    group = Recording()
-    manager = RewardLoopManager(cast(Any, group))
-    long, short = samples_of("a", "b"), samples_of(*"c" * 20)
-    object.__setattr__(long[0], "token_ids", np.zeros(4000, np.int32))
-    object.__setattr__(long[1], "token_ids", np.zeros(4000, np.int32))
-    manager.grade([*short[:5], *long, *short[5:]])
-    assert sorted(len(stack.samples) for stack in group.stacks) == [11, 11]
-    assert [len(stack.samples[0].token_ids) for stack in group.stacks] == [4000, 4000]  # one each, and first
+    async def test() -> None:
+        group = FakeGroup()
+        long = [
+            replace(
+                sample,
+                token_ids=np.zeros(4000, np.int32),
+                log_probs=np.zeros(4000, np.float32),
+                loss_mask=np.ones(4000, np.bool_),
+                versions=np.zeros(4000, np.int32),
+            )
+            for sample in samples_of("a", "b")
+        ]
+        short = samples_of(*"c" * 20)
+        await manager_of(group).grade(groups_of([*short[:5], *long, *short[5:]]))
+        assert sorted(len(samples) for samples in group.lists) == [11, 11]
+        assert [len(samples[0].token_ids) for samples in group.lists] == [4000, 4000]  # one each, and first
+
+    run(test)
+
+
+def test_groups_that_come_close_together_go_in_one_call_to_each_worker() -> None:
+    async def test() -> None:
+        group = FakeGroup()
+        async with manager_of(group).round() as grading:
+            for one in groups_for(*"a" * 64, per_group=8):
+                grading.add([one])
+            await grading.result()
+        assert [len(samples) for samples in group.lists] == [32, 32]
+
+    run(test)
 
 
 def test_what_is_known_to_be_cheap_is_not_worth_a_call_to_everyone() -> None:
-    group = Recording()
-    manager = RewardLoopManager(cast(Any, group))
-    for num_stacks in (2, 1):  # unknown, and then known to take no time
-        group.stacks.clear()
-        assert statuses(manager.grade(samples_of(*"a" * 64)).scores) == ["ok"] * 64
-        assert len(group.stacks) == num_stacks
+    async def test() -> None:
+        group = FakeGroup()
+        manager = manager_of(group)
+        await manager.grade(groups_for("a"))
+        for _ in range(400):
+            manager.costs.learn(samples_of("a")[0], 1e-5)
+        group.lists.clear()
+        await manager.grade(groups_for(*"a" * 64))
+        assert [len(samples) for samples in group.lists] == [64]
+
+    run(test)
+
+
+def test_what_costs_less_to_grade_than_to_send_is_graded_here() -> None:
+    async def test() -> None:
+        group, rubric = FakeGroup(), reward_settings({"grader": "exact"}).rubric
+        manager = RewardLoopManager(cast(Any, group), inline=rubric)
+        groups = groups_for("4", "5", truth="4")
+        await manager.grade(groups)  # nothing is known of it yet
+        assert group.lists and values(scores_of(groups)) == [1.0, 1.0]
+        for _ in range(400):
+            manager.costs.learn(samples_of("4")[0], 1e-6)
+        group.lists.clear()
+        await manager.grade(groups)
+        assert not group.lists and values(scores_of(groups)) == [1.0, 0.0]
+
+    run(test)
 
 
 def test_answers_to_one_prompt_stay_side_by_side() -> None:
-    group = Recording()
-    samples = [sample for sample in samples_of(*"abcdefghijklmnop") for _ in range(4)]
-    RewardLoopManager(cast(Any, group)).grade(samples)
-    assert [len(stack.samples) for stack in group.stacks] == [32, 32]
-    for stack in group.stacks:
-        ids = [sample.prompt.id for sample in stack.samples]
-        assert all(ids.count(one) == 4 and ids[ids.index(one) :][:4] == [one] * 4 for one in ids)
+    async def test() -> None:
+        group = FakeGroup()
+        samples = [sample for sample in samples_of(*"abcdefghijklmnop") for _ in range(4)]
+        await manager_of(group).grade(groups_of(samples, per_group=4))
+        assert [len(samples) for samples in group.lists] == [32, 32]
+        for samples in group.lists:
+            ids = [sample.prompt.id for sample in samples]
+            assert all(ids.count(one) == 4 and ids[ids.index(one) :][:4] == [one] * 4 for one in ids)
+
+    run(test)
 
 
-def test_rounds_that_are_open_at_once_have_each_their_own_scores(local: Open) -> None:
-    manager = local({"function": function("naps")}, side_by_side=True)
-    with manager.round() as first, manager.round() as second:
-        first.add(samples_of("0.3", "0.3"))
-        second.add(samples_of("0", "0", "0"))
-        assert statuses(second.result().scores) == ["ok"] * 3
-        assert statuses(first.result().scores) == ["ok"] * 2
-        with pytest.raises(ValueError), manager.round() as third:
-            third.add(samples_of("60"))
-            raise ValueError("out of here")
-        first.add(samples_of("0.1"))
-        assert statuses(first.result().scores) == ["ok"] * 3
+def test_routes_are_not_sent_to_graders() -> None:
+    async def test() -> None:
+        group = FakeGroup()
+        (sample,) = samples_of("a")
+        sample = replace(sample, routes=cast(Any, range(sample.num_tokens)))
+        await manager_of(group).grade(groups_of([sample]))
+        assert group.lists[0][0].routes is None and sample.routes is not None
+
+    run(test)
 
 
-def test_open_rounds_can_be_broken_off_from_another_thread(local: Open) -> None:
-    manager = local({"function": function("naps")}, side_by_side=True)
-    with manager.round() as grading:
-        grading.add(samples_of("60"))
-        timer = threading.Timer(0.2, manager.break_off)
-        timer.start()
-        start = time.monotonic()
-        with pytest.raises(RewardError, match="broken off"):
-            grading.result()
-    assert time.monotonic() - start < WAIT_S
+class Chaotic(FakeGroup):
+    """Workers that give their scores bit by bit, fail now and then, and die now and then."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.chance = random.Random(seed)
+        self.seen = Counter[str]()
+
+    async def graded(self, call: int, samples: list[Sample]) -> AsyncIterator[Finished]:
+        left = list(range(len(samples)))
+        self.chance.shuffle(left)
+        while left:
+            await asyncio.sleep(0)
+            if self.chance.random() < 0.05:
+                raise WorkerDied("rank 1 is gone", group=self.name, ranks=[1])
+            part, left = left[:3], left[3:]
+            finished = []
+            for index in part:
+                text = samples[index].text
+                self.seen[text] += 1
+                fails = self.chance.random() < 0.1
+                score = Score.failed("timeout", "late") if fails else Score(float(len(text)))
+                finished.append((index, Graded(score)))
+            yield finished
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), sizes=st.lists(st.integers(1, 9), max_size=12))
+def test_whatever_happens_every_trajectory_is_settled_once_and_with_its_own_score(seed: int, sizes: list[int]) -> None:
+    async def test() -> None:
+        group = Chaotic(seed)
+        manager = manager_of(group, GradingPolicy(retries=1, max_failure_share=1.0))
+        groups = [groups_for(*["x" * (n + k) for k in range(n)], per_group=n)[0] for n in sizes]
+        async with manager.round() as grading:
+            for one in groups:
+                grading.add([one])
+                if group.chance.random() < 0.5:
+                    await asyncio.sleep(0)
+            report = await grading.result()
+        trajectories = [trajectory for one in groups for trajectory in one.trajectories]
+        assert report.num_samples == len(trajectories)
+        for trajectory in trajectories:
+            assert trajectory.score is not None
+            assert trajectory.score.status != "ok" or trajectory.score.value == len(trajectory.last.text)
+        failed = Counter(t.score.status for t in trajectories if t.score is not None and t.score.status != "ok")
+        assert report.failures == dict(failed)
+        assert max(manager.load, default=0.0) == pytest.approx(0.0, abs=1e-9)
+
+    run(test)
+
+
+def sample_of(answer: int, source: str = "") -> Sample:
+    made = make_sample(answer=answer)
+    return replace(made, prompt=replace(made.prompt, data_source=source))
+
+
+def test_longer_answers_are_expected_to_cost_more() -> None:
+    costs = ExpectedCosts()
+    assert 0 < costs.expected(sample_of(1)) < costs.expected(sample_of(100))
+
+
+def test_what_was_seen_is_expected_again_of_the_same_source_only() -> None:
+    costs = ExpectedCosts()
+    costs.learn(sample_of(100, "code"), 2.0)
+    assert costs.expected(sample_of(100, "code")) == 2.0
+    assert costs.expected(sample_of(100, "sums")) == ExpectedCosts().expected(sample_of(100, "sums")) < 2.0
+
+
+def test_one_outlier_does_not_change_the_expectation_much_but_many_do() -> None:
+    costs = ExpectedCosts()
+    costs.learn(sample_of(100), 1.0)
+    costs.learn(sample_of(100), 10.0)
+    assert 1.0 < costs.expected(sample_of(100)) < 2.0
+    for _ in range(200):
+        costs.learn(sample_of(100), 10.0)
+    assert 9.0 < costs.expected(sample_of(100)) <= 10.0
 
 
 # On Ray
@@ -392,15 +565,40 @@ def fork_servers() -> list[psutil.Process]:
 
 
 def test_a_worker_killed_in_the_middle_costs_no_score(two_processes: Controller, tmp_path: Path) -> None:
-    settings = hall_settings({"function": function("kills_its_worker_the_first_time")})
-    with two_processes.group(RayClassWithInitArgs(RewardLoopWorker, settings), name="mortal graders") as group:
-        servers = fork_servers()
-        assert len(servers) >= 2
-        manager = RewardLoopManager(group, GradingPolicy(max_failure_share=0.0))
-        samples: list[Sample] = samples_of(*map(str, range(40)), file=str(tmp_path / "once"))
-        batch = manager.grade(samples)
-        assert [score.value for score in batch.scores] == [float(i) for i in range(40)]
-        assert batch.report.num_restarts == 1
-        again = manager.grade(samples)
-        assert (again.scores, again.report.num_restarts) == (batch.scores, 0)
-        assert not psutil.wait_procs(servers, timeout=10)[1]  # those of the group started anew are others
+    worker_settings = reward_settings({"function": function("kills_its_worker_the_first_time")})
+    packed = RayClassWithInitArgs(RewardLoopWorker, worker_settings)
+
+    async def test(workers: Any) -> None:
+        async with RewardLoopManager(workers, GradingPolicy(max_failure_share=0.0)) as manager:
+            servers = fork_servers()
+            assert len(servers) >= 2
+            for num_restarts in (1, 0):
+                groups = groups_for(*map(str, range(40)), file=str(tmp_path / "once"))
+                report = await manager.grade(groups)
+                assert values(scores_of(groups)) == [float(i) for i in range(40)]
+                assert report.num_restarts == num_restarts
+            assert not psutil.wait_procs(servers, timeout=10)[1]  # those of the group started anew are others
+
+    with two_processes.group(packed, name="mortal graders") as group:
+        run(lambda: test(group))
+
+
+def test_a_round_that_is_left_stops_what_workers_on_ray_began(two_processes: Controller, tmp_path: Path) -> None:
+    packed = RayClassWithInitArgs(RewardLoopWorker, reward_settings({"function": function("counts_calls_and_naps")}))
+    file = tmp_path / "calls"
+    file.touch()
+
+    async def test(workers: Any) -> None:
+        async with RewardLoopManager(workers) as manager:
+            with pytest.raises(KeyError):
+                async with manager.round() as grading:
+                    grading.add(groups_for(*["60"] * 12, file=str(file)))
+                    await until(lambda: len(file.read_text().split()) == 4, "all processes have begun")
+                    raise KeyError("somewhere else")
+            groups = groups_for("0", "0", file=str(file))
+            await manager.grade(groups)
+            assert values(scores_of(groups)) == [1.0, 1.0]
+        assert len(file.read_text().split()) == 6
+
+    with two_processes.group(packed, name="graders that are left") as group:
+        run(lambda: test(group))

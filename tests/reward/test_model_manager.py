@@ -22,7 +22,7 @@ from practicum.config import RewardModelConfig
 from practicum.controller import RayResourcePool
 from practicum.errors import ModelError, ResourceError, RewardError
 from practicum.reward.model_manager import RewardModelManager, check_reward_model
-from tests.rollout.serving.models import ask, ask_all, save_classifier, score_of
+from tests.rollout.server.models import ask, ask_all, save_classifier, score_of
 
 WAIT_S = 60.0
 

@@ -63,6 +63,12 @@ def pid() -> int:
     return os.getpid()
 
 
+async def patient_pid() -> int:
+    """Of the process it runs in."""
+    await asyncio.sleep(0.01)
+    return os.getpid()
+
+
 class Countdown:
     """Says how often the model must still say something."""
 

@@ -40,7 +40,7 @@ class FakeServer:
     token: str | None = None
     tokenizer: Any = None  # for texts
     delay_s: float = 0.0  # before each token
-    most_tokens: int | None = 64
+    max_tokens: int | None = 64
     leaves_out_eos: bool = False
     names_tokens: bool = True
     tells_log_probs: bool = True
@@ -94,8 +94,8 @@ class FakeServer:
     async def _models(self, request: web.Request) -> web.Response:
         owner = self.owner or {"vllm": "vllm", "practicum": "practicum"}.get(self.dialect, "somebody")
         entry = {"id": "table", "object": "model", "owned_by": owner}
-        if self.most_tokens is not None:
-            entry["max_model_len"] = self.most_tokens
+        if self.max_tokens is not None:
+            entry["max_model_len"] = self.max_tokens
         return web.json_response({"object": "list", "data": [entry]})
 
     async def _control(self, request: web.Request) -> web.Response:

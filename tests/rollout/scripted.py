@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from practicum.rollout.answers import Ending, sample_of, untouched, written_ids
-from practicum.rollout.inbox import Inbox
 
+from practicum.errors import RolloutError
 from practicum.rollout.base import BaseRollout
-from practicum.types import RolloutRequest, RoutedExperts
+from practicum.rollout.engine.sequence import Request
+from practicum.rollout.engine.sequence import Sequence as EngineSequence
+from practicum.types import RoutedExperts
 from practicum.weights import WeightUpdate
 
 
@@ -23,66 +24,87 @@ class ScriptedEngine(BaseRollout):
     """
 
     def __init__(self, tokenizer: Any, says: Callable[[str], str | None], *, pause_s: float = 0.0) -> None:
+        super().__init__()
         self._tokenizer = tokenizer
         self.eos_ids = [tokenizer.eos_token_id]
         self._says = says
         self._pause_s = pause_s
         self._version = 0
-        self.begun: list[RolloutRequest] = []
+        self._tasks: dict[EngineSequence, asyncio.Task[None]] = {}
+        self._aborted: set[EngineSequence] = set()
+        self._is_closed = False
+        self.begun: list[EngineSequence] = []
+        self.batches: list[int] = []  # the number of sequences that were submitted together
         self.seen: list[list[int]] = []  # of each answer: all tokens that went in or came out
         self.fails = False
         self.num_tokens = 0
         self.routes = False
 
-    def resume(self) -> None: ...
+    async def resume(self) -> None: ...
 
-    def release(self) -> None: ...
+    async def release(self) -> None: ...
 
-    def update_weights(self, update: WeightUpdate) -> None:
+    async def update_weights(self, update: WeightUpdate) -> None:
+        assert not self._tasks
         self._version = update.version
 
-    def check(self, request: RolloutRequest) -> None: ...
-
-    def log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+    async def log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         raise AssertionError
 
-    def write(self, inbox: Inbox) -> None:
-        while not inbox.is_over:
-            for ticket in inbox.take(64, 0.05):
-                if self.fails:
-                    raise RuntimeError("the engine is on fire")
-                self.begun.append(ticket.request)
-                for answer in range(ticket.request.params.num_answers):
-                    self._write(ticket, answer, inbox)
+    async def close(self) -> None:
+        self._is_closed = True
 
-    def _write(self, ticket: Any, answer: int, inbox: Inbox) -> None:
-        request = ticket.request
-        given = written_ids(request).tolist()
-        before = 0 if request.written is None else len(request.written.token_ids)
-        said = self._says(self._tokenizer.decode(request.prompt_ids))
+    def check(self, request: Request) -> None:
+        if len(request.prompt_ids) > 50_000:
+            raise RolloutError(f"prompt {request.prompt.id} is too long")
+
+    @property
+    def num_running(self) -> int:
+        return len(self._tasks)
+
+    def submit(self, sequences: list[EngineSequence]) -> None:
+        if self._is_closed:
+            raise RolloutError("the engine has been closed")
+        self.begun += sequences
+        self.batches.append(len(sequences))
+        for sequence in sequences:
+            self._tasks[sequence] = asyncio.create_task(self._run(sequence))
+
+    def abort_submitted(self, sequences: list[EngineSequence]) -> None:
+        self._aborted.update(sequences)
+
+    async def _run(self, sequence: EngineSequence) -> None:
+        try:
+            sequence.done.set_result(await self._write(sequence))
+        except Exception as error:
+            sequence.done.set_exception(error)
+        finally:
+            self._aborted.discard(sequence)
+            del self._tasks[sequence]
+
+    async def _write(self, sequence: EngineSequence) -> Any:
+        if self.fails:
+            raise RuntimeError("the engine is on fire")
+        given = sequence.ids.tolist()
+        said = self._says(self._tokenizer.decode(sequence.prompt_ids))
         letters = self._letters("12" * 999 if said is None else said)
         letters = letters if said is None else [*letters, self._tokenizer.eos_token_id]
-        ending = Ending(request.params, self.eos_ids, self._tokenizer)
-        new: list[int] = []
+        sequence.begin(self.eos_ids, self._tokenizer)
         reason = None
         while reason is None:
-            if ticket.is_cancelled or inbox.is_aborted:
-                if not new:
-                    ticket.done(answer, untouched(request))
-                    return
+            if sequence in self._aborted:
                 reason = "abort"
                 break
-            time.sleep(self._pause_s)
-            new.append(letters[before + len(new)])
+            token = letters[sequence.num_written + len(sequence.token_ids)]
+            reason = sequence.push(token, -token / 100)
             self.num_tokens += 1
-            if ticket.on_tokens is not None:
-                ticket.on_tokens(answer, new[-1:], [-0.5])
-            reason = ending.of(new[-1], before + len(new), new)
-        ids = np.array(new, np.int32)
+            if sequence.on_tokens is not None:
+                sequence.on_tokens([token], [-0.5])
+            await asyncio.sleep(self._pause_s)
+        new = sequence.token_ids
         self.seen.append([*given, *new])
         routes = self._routes(len(given) + len(new)) if self.routes else None
-        sample = sample_of(request, ids, -ids.astype(np.float32) / 100, self._version, reason, self._tokenizer, routes)
-        ticket.done(answer, sample)
+        return sequence.to_sample(self._tokenizer, self._version, reason, routes)
 
     def _letters(self, text: str) -> list[int]:
         return [i for letter in text for i in self._tokenizer(letter, add_special_tokens=False)["input_ids"]]

@@ -1,364 +1,368 @@
-"""Replicas in processes of their own, driven by their manager: what dies, what hangs, new weights under load."""
+"""The manager with replicas that are nothing but what a test says they are, and with engines in processes."""
 
 from __future__ import annotations
 
-import itertools
-import os
-import signal
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+import asyncio
+import random
+from collections.abc import Sequence
+from contextlib import aclosing
 from typing import Any, cast
 
 import pytest
-from practicum.rollout.sampling import draw
 
-from practicum.config import RolloutConfig
-from practicum.controller import Controller, RayResourcePool
-from practicum.errors import RolloutError, WorkerDied, WorkerError
-from practicum.rollout.manager import RolloutManager
-from practicum.rollout.placement import ReplicaSettings, open_replicas
+from practicum.errors import RolloutError, TrainingError, WorkerDied
+from practicum.rollout.manager import ExpectedLengths, RolloutManager
 from practicum.rollout.replica import RolloutReplica
-from practicum.rollout.writing import Answer, HandingOut
-from practicum.types import RolloutRequest, Sample
-from tests.rollout.test_writing import FakeReplica
-from tests.rollout.writers import ModelWeights, hf_settings, requests_of
-
-TIMES = ReplicaSettings(threads=1, start_timeout_s=120.0, call_timeout_s=120.0)
-MAX_BATCH = 16
-WAIT_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def weights(tiny_model: Path) -> ModelWeights:
-    return ModelWeights(tiny_model)
-
-
-@pytest.fixture(scope="module")
-def ours(weights: ModelWeights, tiny_model: Path, ray_session: None) -> Iterator[RolloutManager]:
-    """Two replicas, each in a process of its own."""
-    config = RolloutConfig(engine="hf", placement="colocated", max_batch=MAX_BATCH)
-    with RayResourcePool([2], resources_per_process={"CPU": 0.5}) as pool:
-        controller = Controller(pool, 120.0, 120.0)
-        with open_replicas(config, controller, hf_settings(tiny_model, MAX_BATCH), weights, TIMES) as manager:
-            weights.nudge()  # other weights than in the files that a new process reads
-            manager.update_weights(1)
-            yield manager
-
-
-@pytest.fixture
-def manager(ours: RolloutManager) -> RolloutManager:
-    """With the next version of the weights, and nobody missing."""
-    ours.update_weights(ours.version + 1)
-    assert [replica.problem for replica in ours.replicas] == ["", ""]
-    return ours
-
-
-def tokens(samples: dict[tuple[int, int], Sample]) -> dict[tuple[int, int], list[int]]:
-    return {place: sample.token_ids.tolist() for place, sample in samples.items()}
-
-
-def by_place(answers: Sequence[Answer]) -> dict[tuple[int, int], Sample]:
-    return {(answer.request, answer.number): answer.sample for answer in answers}
-
-
-def written(manager: RolloutManager, requests: Sequence[RolloutRequest]) -> dict[tuple[int, int], Sample]:
-    return by_place([answer for answers in manager.write(requests) for answer in answers])
-
-
-def versions(samples: Sequence[Sample]) -> list[list[int]]:
-    return [sorted(set(sample.versions.tolist())) for sample in samples]
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {WAIT_S:g} s: {what}"
-        time.sleep(0.02)
-
-
-def pids(manager: RolloutManager) -> list[int]:
-    return [replica.where().pid for replica in manager.replicas]
-
-
-@pytest.mark.slow
-def test_a_replica_killed_in_the_middle_costs_no_answer_and_is_back_for_the_next_batch(
-    manager: RolloutManager, weights: ModelWeights, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(manager, "sleeps", False)  # as standalone ones: nobody waits for it at the end of a batch
-    requests = requests_of(256)
-    undisturbed = tokens(written(manager, requests))
-    assert len(undisturbed) == 256
-    victim, num_sent, num_restarts = pids(manager)[0], weights.num_sent, manager.replicas[0].num_restarts
-    came: list[Answer] = []
-    for answers in manager.write(requests):
-        if not came:
-            os.kill(victim, signal.SIGKILL)
-        came += answers
-    assert Counter((answer.request, answer.number) for answer in came) == Counter((i, 0) for i in range(256))
-    assert tokens(by_place(came)) == undisturbed  # seeds belong to requests: whoever writes, it is the same
-    wait_until(lambda: len(manager.well()) == 2, "the replica is back")
-    assert tokens(written(manager, requests)) == undisturbed
-    assert victim not in pids(manager) and manager.replicas[0].num_restarts == num_restarts + 1
-    assert weights.num_sent == num_sent  # it read what had been sent to all
-
-
-@pytest.mark.slow
-def test_no_answer_mixes_versions_when_new_weights_come_under_load(
-    manager: RolloutManager, weights: ModelWeights
-) -> None:
-    old, new = manager.version, manager.version + 1
-    requests = requests_of(160, 24)
-    before = tokens(written(manager, requests))
-    weights.nudge()
-    updating = threading.Thread(target=manager.update_weights, args=(new,))
-    came: list[Answer] = []
-    for answers in manager.write(requests):
-        if not came:
-            updating.start()
-        came += answers
-    updating.join(60)
-    assert manager.version == new and len(came) == len(by_place(came)) == 160
-    told = versions([answer.sample for answer in came])
-    assert {tuple(own) for own in told} == {(old,), (new,)}
-    for place, sample in by_place(came).items():
-        if sample.versions[0] == old:
-            assert sample.token_ids.tolist() == before[place]
-    assert versions(list(written(manager, requests_of(4)).values())) == [[new]] * 4
-
-
-@pytest.mark.slow
-def test_a_replica_that_hangs_is_replaced(manager: RolloutManager, monkeypatch: Any) -> None:
-    monkeypatch.setattr("practicum.rollout.replica._ANSWER_S", 3.0)
-    victim, came = pids(manager)[1], 0
-    for answers in manager.write(requests_of(128)):
-        if not came:
-            os.kill(victim, signal.SIGSTOP)
-        came += len(answers)
-    assert came == 128
-    assert victim not in pids(manager)
-
-
-def test_what_is_left_unread_is_broken_off(manager: RolloutManager) -> None:
-    restarts = [replica.num_restarts for replica in manager.replicas]
-    for _ in manager.write(requests_of(200, 40)):
-        break
-    assert len(written(manager, requests_of(10))) == 10
-    assert [replica.num_restarts for replica in manager.replicas] == restarts
-
-
-def test_a_request_that_no_engine_can_answer_is_an_error_and_nobody_is_restarted(manager: RolloutManager) -> None:
-    restarts = [replica.num_restarts for replica in manager.replicas]
-    with pytest.raises(RolloutError, match=r"rollout-\d: prompt 0 has 3 tokens.*room for 64"):
-        written(manager, requests_of(1, 500))
-    assert len(written(manager, requests_of(10))) == 10
-    assert [replica.num_restarts for replica in manager.replicas] == restarts
-
-
-def test_one_round_at_a_time(manager: RolloutManager) -> None:
-    first = manager.write(requests_of(8))
-    next(first)
-    with pytest.raises(RolloutError, match="writing already"):
-        next(manager.write(requests_of(8)))
-    first.close()
-    assert list(manager.write([])) == []
-
-
-@pytest.mark.slow
-def test_new_weights_do_not_wait_for_a_replica_that_was_killed(tiny_model: Path, ray_session: None) -> None:
-    """By a broadcast, where all meet: as between machines."""
-    weights = ModelWeights(tiny_model, channel="collective")
-    config = RolloutConfig(engine="hf", placement="colocated", max_batch=MAX_BATCH)
-    settings = hf_settings(tiny_model, MAX_BATCH)
-    with (
-        RayResourcePool([2], resources_per_process={"CPU": 0.5}) as pool,
-        open_replicas(config, Controller(pool, 120.0, 120.0), settings, weights, TIMES) as manager,
-    ):
-        manager.update_weights(1)
-        os.kill(pids(manager)[0], signal.SIGKILL)
-        weights.nudge()
-        began = time.monotonic()
-        manager.update_weights(2)
-        assert time.monotonic() - began < 15  # the channel would wait for 30 s, and then again
-        assert manager.replicas[1] in manager.well()
-        assert versions(list(written(manager, requests_of(8)).values())) == [[2]] * 8
-        wait_until(lambda: len(manager.well()) == 2, "the replica is back")
-
-
-@pytest.fixture
-def in_process(weights: ModelWeights, tiny_model: Path) -> Iterator[RolloutManager]:
-    """One replica in this process, with partial rollout."""
-    config = RolloutConfig(engine="hf", placement="standalone", max_batch=MAX_BATCH, partial=True)
-    settings = hf_settings(tiny_model, MAX_BATCH)
-    with open_replicas(config, Controller(None, 60.0, 60.0), settings, weights, TIMES) as manager:
-        manager.update_weights(1)
-        yield manager
-
-
-def test_weights_that_did_not_arrive_right_are_noticed(
-    in_process: RolloutManager, weights: ModelWeights, monkeypatch: Any
-) -> None:
-    right = weights.log_probs
-    with monkeypatch.context() as patch:
-        patch.setattr(weights, "log_probs", lambda sequences: [found * 1.5 for found in right(sequences)])
-        with pytest.raises(RolloutError, match=r"no replica can write.*is not the model that the trainer has"):
-            in_process.update_weights(in_process.version + 1)
-    in_process.update_weights(in_process.version + 1)  # whoever stayed away is tried again
-    assert versions(list(written(in_process, requests_of(4)).values())) == [[in_process.version]] * 4
-
-
-def test_with_partial_rollout_answers_go_on_under_new_weights(in_process: RolloutManager, monkeypatch: Any) -> None:
-    over = threading.Event()
-
-    def slow_draw(*arguments: Any) -> Any:  # so that answers take longer than a worker waits for more of them
-        time.sleep(0.005)
-        return draw(*arguments)
-
-    monkeypatch.setattr("practicum.rollout.hf.draw", slow_draw)
-
-    def update() -> None:
-        for version in itertools.count(2):
-            if over.wait(0.02):
-                return
-            in_process.update_weights(version)
-
-    updating = threading.Thread(target=update)
-    is_mixed = False
-    try:
-        for number in range(20):  # new weights may come between two batches: until they have come in the middle of one
-            came: list[Answer] = []
-            for answers in in_process.write(requests_of(160, 48)):
-                if not number and not came:
-                    assert versions([answer.sample for answer in answers]) == [[1]] * len(answers)
-                    updating.start()
-                came += answers
-            assert len(by_place(came)) == len(came) == 160
-            for answer in came:
-                assert (answer.sample.versions[:-1] <= answer.sample.versions[1:]).all()
-                assert len(answer.sample.token_ids) == 48
-            is_mixed = any(len(own) > 1 for own in versions([answer.sample for answer in came]))
-            if is_mixed:
-                break
-    finally:
-        over.set()
-    updating.join(60)
-    assert is_mixed
-
-
-def test_the_trainers_own_processes_are_not_started_again(tiny_model: Path) -> None:
-    from practicum.controller import LocalWorkerGroup, RayClassWithInitArgs
-    from practicum.rollout.placement import hybrid_manager
-    from practicum.rollout.worker import RolloutWorker
-
-    settings = hf_settings(tiny_model)
-    with LocalWorkerGroup(RayClassWithInitArgs(RolloutWorker, settings), name="learners") as group:
-        manager = hybrid_manager(group, TIMES)
-        assert len(written(manager, requests_of(4))) == 4
-        group.shutdown()
-        with pytest.raises((RolloutError, WorkerError), match="learners"):
-            written(manager, requests_of(4))
-
-
-class Mortal(FakeReplica):
-    """Dies after one answer in each of its first lives, and when it is to break off."""
-
-    def __init__(self, number: int = 0, num_short_lives: int = 0) -> None:
-        super().__init__(number, pace=1)
-        self.problem = ""
-        self.num_restarts = 0
-        self._num_short_lives = num_short_lives
-        self._live()
-
-    def _live(self) -> None:
-        self.fate = {"dies_after": 1} if self.num_restarts < self._num_short_lives else {}
-        self._open, self.num_written = {0: []}, 0
-
-    def restart(self) -> None:
-        self.num_restarts += 1
-        self._live()
-
-    def wake_up(self) -> None: ...
-
-    def sleep(self) -> None: ...
-
-    def end(self) -> None: ...
-
-    def abort(self) -> None:
-        raise WorkerDied(f"{self.name} died", group=self.name, ranks=[0])
-
-    def take_counts(self) -> list[dict[str, int]]:
-        if self.fate:
-            raise WorkerDied(f"{self.name} died", group=self.name, ranks=[0])
-        return [{"turns": 1 + self.number}, {"turns": 10, "calls_ok": 1}]
-
-
-def manager_of(*replicas: Mortal) -> RolloutManager:
-    return RolloutManager(cast(list[RolloutReplica], list(replicas)), HandingOut(8), delivery=None, sleeps=True)
-
-
-def test_a_round_left_after_the_last_restart_ends_quietly_and_the_next_one_tries_again() -> None:
-    replica = Mortal(num_short_lives=2)
-    with manager_of(replica) as manager:
-        writing = manager.write(requests_of(12))
-        while replica.num_restarts < 2:
-            next(writing)
-        next(writing)  # in its last life it still has something to do
-        assert manager.well()
-        writing.close()
-        assert "died" in replica.problem and replica.num_restarts == 2 and not manager.well()
-        assert len(written(manager, requests_of(12))) == 12
-        assert replica.num_restarts == 3 and not replica.problem
-
-
-def test_counts_of_all_replicas_are_added_up_and_one_that_is_gone_is_left_out() -> None:
-    with manager_of(Mortal(0), Mortal(1), Mortal(2, num_short_lives=1)) as manager:
-        assert manager.take_counts() == {"turns": 23, "calls_ok": 2}
-
-
-def test_a_replica_that_is_back_while_the_trainer_learns_is_waited_for(
-    in_process: RolloutManager, weights: ModelWeights
-) -> None:
-    assert in_process._delivery is not None
-    came: list[Answer] = []
-
-    def publish() -> None:
-        wait_until(lambda: bool(in_process._late), "it is back, without weights")
-        in_process.update_weights(2)
-
-    publishing = threading.Thread(target=publish)
-    for answers in in_process.write(requests_of(64, 40)):
-        if not came:
-            weights.nudge()  # what had been sent cannot be sent again
-            in_process._delivery._ticket = None
-            in_process.lose(in_process.replicas[0], "it is gone")
-            publishing.start()
-        came += answers
-    publishing.join(60)
-    assert len(by_place(came)) == 64 and [2] in versions([answer.sample for answer in came])
-
-
-def test_writing_can_be_broken_off_from_another_thread(in_process: RolloutManager) -> None:
-    breaking = threading.Timer(0.1, in_process.break_off)
-    breaking.start()
-    with pytest.raises(RolloutError, match="broken off"):
-        for _ in range(100):
-            for _ in in_process.write(requests_of(160, 48)):
-                pass
-    breaking.join()
-
-
-@pytest.mark.parametrize("placement", ["colocated", "standalone"])
-def test_after_new_weights_replicas_wait_awake_or_asleep(
-    weights: ModelWeights, tiny_model: Path, placement: Any
-) -> None:
-    config = RolloutConfig(engine="hf", placement=placement, max_batch=MAX_BATCH)
-    settings = hf_settings(tiny_model, MAX_BATCH)
-    with open_replicas(config, Controller(None, 60.0, 60.0), settings, weights, TIMES) as manager:
-        worker: Any = manager.replicas[0]._group._hosts[0]._worker  # type: ignore[attr-defined]
-        manager.update_weights(1)
-        assert worker._is_awake
-        manager.update_weights(2, stays_awake=False)
-        assert worker._is_awake == (placement == "standalone")  # those have their places to themselves
-        assert versions(list(written(manager, requests_of(4)).values())) == [[2]] * 4
+from practicum.types import PromptGroup
+from tests.rollout.replicas import ScriptedReplica, answer_to, assert_right, groups_of, in_a_loop, written
+
+
+def manager_of(*replicas: ScriptedReplica, window: int | None = 8, **more: Any) -> RolloutManager:
+    more = {"delivery": None, "sleeps": False} | more
+    return RolloutManager(cast(list[RolloutReplica], list(replicas)), window=window, **more)
+
+
+def write(groups: Sequence[PromptGroup], *replicas: ScriptedReplica, **more: Any) -> list[PromptGroup]:
+    async def run() -> list[PromptGroup]:
+        async with manager_of(*replicas, **more) as manager:
+            return await written(manager, groups)
+
+    came = asyncio.run(run())
+    assert_right(came)
+    return came
+
+
+# How work is shared out
+
+
+def test_a_fast_replica_writes_more_and_none_has_more_than_its_window() -> None:
+    slow, fast = ScriptedReplica(0, pace=1), ScriptedReplica(1, pace=8)
+    write(groups_of(240), slow, fast, window=16)
+    assert fast.num_written > 2 * slow.num_written > 0
+    assert slow.most_at_once <= 16 and fast.most_at_once <= 16
+
+
+def test_no_worker_is_left_without_work_while_there_is_some() -> None:
+    replicas = [ScriptedReplica(n, pace=3) for n in range(4)]
+    write(groups_of(100, num_answers=2), *replicas)
+    assert max(own.num_written for own in replicas) - min(own.num_written for own in replicas) <= 12
+
+
+def test_few_prompts_with_many_answers_are_shared_out_too() -> None:
+    replicas = [ScriptedReplica(n) for n in range(4)]
+    write(groups_of(1, num_answers=32), *replicas)
+    assert all(own.num_written == 8 for own in replicas)
+
+
+def test_without_a_window_all_is_shared_out_by_order_alone() -> None:
+    own = ScriptedReplica(0, pace=2, workers=2)
+    write(groups_of(5, num_answers=3), own, window=None)
+    assert [group.id for group in own.given] == ["0", "1", "2", "3", "4"] and own.lists == [3, 2]
+    assert all(group.params.num_answers == 3 for group in own.given)
+
+
+def test_lists_do_not_fall_to_pieces() -> None:
+    own = ScriptedReplica(0, pace=1)
+    write(groups_of(256), own, window=64)
+    assert min(own.lists[:-1]) >= 4
+
+
+def test_the_longest_are_begun_first() -> None:
+    own = ScriptedReplica(0, pace=1)
+    groups = [*groups_of(4, max_new_tokens=4), *groups_of(8, max_new_tokens=40)[4:]]
+    write(groups, own, window=2)
+    assert [group.id for group in own.given[:4]] == ["4", "5", "6", "7"]
+
+
+def test_lengths_are_learnt_by_source() -> None:
+    lengths = ExpectedLengths()
+    (group,) = groups_of(1, 100)
+    (trajectory,) = group.trajectories
+    assert lengths.expected(group, trajectory) == 100
+    lengths.learn(answer_to(group, trajectory))
+    assert lengths.expected(group, trajectory) == 2
+    trajectory.add(answer_to(group, trajectory))  # what is written already does not count
+    assert lengths.expected(group, trajectory) == 1
+
+
+def test_what_is_finished_already_is_not_written_again() -> None:
+    own, groups = ScriptedReplica(0), groups_of(2, num_answers=3)
+    for trajectory in (*groups[0].trajectories, groups[1].trajectories[1]):
+        trajectory.add(answer_to(groups[0] if trajectory in groups[0].trajectories else groups[1], trajectory))
+    write(groups, own)
+    assert [(group.id, t.number) for group in own.given for t in group.trajectories] == [("1", 0), ("1", 2)]
+
+
+def test_nothing_to_write_is_written_at_once() -> None:
+    assert write([], ScriptedReplica(0)) == []
+
+
+def test_two_groups_of_one_id_are_refused() -> None:
+    with pytest.raises(RolloutError, match="two prompt groups have the id '0'"):
+        write([*groups_of(1), *groups_of(1)], ScriptedReplica(0))
+
+
+def test_a_session_stays_with_its_worker_while_that_lives() -> None:
+    async def run() -> None:
+        one, other = ScriptedReplica(0, pace=2), ScriptedReplica(1, pace=2)
+        async with manager_of(one, other, window=4) as manager:
+            for call in range(2):  # also from one call to the next
+                groups = groups_of(40)
+                for i, group in enumerate(groups):
+                    group.session = f"talk-{i % 5}"
+                await written(manager, groups)
+            talks = [{group.session for group in own.given} for own in (one, other)]
+            assert not talks[0] & talks[1] and len(talks[0] | talks[1]) == 5
+            one._num_lives, one.fate, one._num_in_life = 99, {"dies_after": 3}, 0
+            assert_right(await written(manager, groups_of(40, session="talk-0")))
+
+    asyncio.run(run())
+
+
+# Several calls
+
+
+@in_a_loop
+async def test_calls_share_the_workers_and_the_lowest_priority_goes_first() -> None:
+    own = ScriptedReplica(0, pace=1)
+    order: list[str] = []
+    async with manager_of(own, window=2) as manager:
+
+        async def call(name: str, priority: int) -> None:
+            groups = groups_of(20)
+            for group in groups:
+                group.id = f"{name}{group.id}"
+            assert_right(await written(manager, groups, priority=priority))
+            order.append(name)
+
+        await asyncio.gather(call("late", 2), call("soon", 1), call("first", -1))
+    assert order == ["first", "soon", "late"]
+    begun = [group.id.rstrip("0123456789") for group in own.given]
+    assert begun.count("first") == begun.count("soon") == begun.count("late") == 20
+    assert begun.index("soon") < begun.index("late", 2)
+
+
+@in_a_loop
+async def test_a_call_that_is_left_early_is_aborted_and_others_go_on() -> None:
+    replicas = [ScriptedReplica(n, pace=1) for n in range(2)]
+    async with manager_of(*replicas) as manager:
+        others = asyncio.create_task(written(manager, groups_of(60)))
+        async with aclosing(manager.generate(groups_of(200, num_answers=2))) as generating:
+            await anext(generating)
+        assert sum(own.num_aborts for own in replicas) >= 1
+        assert_right(await others)
+        assert sum(len(own.given) for own in replicas) < 200
+        assert_right(await written(manager, groups_of(10)))
+
+
+@in_a_loop
+async def test_a_cancelled_call_aborts_its_rest() -> None:
+    own = ScriptedReplica(0, hangs=True, num_lives=9)
+    async with manager_of(own, sleeps=True) as manager:
+        call = asyncio.create_task(written(manager, groups_of(20)))
+        while not own.given:
+            await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert own.num_aborts == 1 and own.log == ["awake", "asleep"]
+        own.fate = {}
+        assert_right(await written(manager, groups_of(20)))
+
+
+@in_a_loop
+async def test_replicas_sleep_when_the_last_block_ends() -> None:
+    own = ScriptedReplica(0)
+    async with manager_of(own, sleeps=True) as manager:
+        async with manager.awake():
+            await asyncio.gather(written(manager, groups_of(8)), written(manager, groups_of(8)))
+            assert own.log == ["awake"]
+        assert own.log == ["awake", "asleep"]
+        await manager.update_weights(1)
+        assert own.log == ["awake", "asleep"]
+        await manager.update_weights(2, stays_awake=False)
+        assert own.log == ["awake", "asleep", "asleep"]
+
+
+@in_a_loop
+async def test_nothing_is_sent_while_new_weights_are_on_their_way() -> None:
+    class Slow(ScriptedReplica):
+        async def update_weights(self, version: int, ticket: Any = None) -> None:
+            while any(self._rows):  # as an engine: answers under way are finished first
+                await asyncio.sleep(0)
+            num_given = len(self.given)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert len(self.given) == num_given
+            self.version = version
+
+    own = Slow(0, pace=1)
+    async with manager_of(own) as manager:
+        call = asyncio.create_task(written(manager, groups_of(100)))
+        for version in range(1, 4):
+            while own.num_written < 20 * version:
+                await asyncio.sleep(0)
+            await manager.update_weights(version)
+        came = await call
+    assert {int(sample.versions[0]) for group in came for sample in group.samples} == {0, 1, 2, 3}
+
+
+# Replicas that are lost
+
+
+@pytest.mark.parametrize("fate", [{"dies_after": 5}, {"fails_after": 5}])
+def test_what_a_lost_replica_had_is_written_by_others(fate: dict[str, int]) -> None:
+    lost = ScriptedReplica(0, pace=3, **fate)
+    write(groups_of(30, num_answers=4), lost, ScriptedReplica(1, pace=3))
+    assert lost.num_restarts == 1 and not lost.problem
+
+
+def test_the_only_replica_is_waited_for() -> None:
+    own = ScriptedReplica(0, pace=3, num_lives=2, dies_after=7)
+    write(groups_of(10, num_answers=2), own)
+    assert own.num_restarts == 2
+
+
+def test_only_what_is_missing_is_written_again() -> None:
+    own = ScriptedReplica(0, pace=1, dies_after=2)
+    write(groups_of(1, num_answers=12, session="one piece"), own)
+    assert [[t.number for t in group.trajectories] for group in own.given] == [[*range(12)], [*range(2, 12)]]
+
+
+def test_a_replica_that_is_lost_again_and_again_stays_away_until_the_next_call() -> None:
+    async def run() -> None:
+        own = ScriptedReplica(0, pace=1, num_lives=5, dies_after=1)
+        async with manager_of(own) as manager:
+            with pytest.raises(RolloutError, match="rollout-0 died"):
+                await written(manager, groups_of(12))
+            assert own.num_restarts == 2 and own.problem and not manager.healthy
+            own._num_lives = 3
+            assert_right(await written(manager, groups_of(12)))
+            assert own.num_restarts == 3 and not own.problem
+
+    asyncio.run(run())
+
+
+def test_new_weights_bring_back_who_stayed_away() -> None:
+    async def run() -> None:
+        own, other = ScriptedReplica(0, num_lives=3, dies_after=0), ScriptedReplica(1, pace=1)
+        async with manager_of(own, other) as manager, manager.awake():
+            assert_right(await written(manager, groups_of(40)))
+            await manager._wait_for_restarts()
+            assert own.problem and own.num_restarts == 2
+            await manager.update_weights(1)
+            await manager._wait_for_restarts()
+            assert not own.problem and own.num_restarts == manager.num_restarts == 3
+
+    asyncio.run(run())
+
+
+def test_a_group_that_loses_every_replica_is_an_error() -> None:
+    replicas = [ScriptedReplica(n, num_lives=99, dies_after=0) for n in range(2)]
+    with pytest.raises(RolloutError, match=r"prompt 0 was given to replicas 4 times in turn.*rollout-\d died"):
+        write(groups_of(1), *replicas)
+
+
+@pytest.mark.parametrize("error", [RolloutError("too long"), TrainingError("weights are spoilt")])
+def test_what_no_replica_could_do_better_is_raised_to_its_call_alone(error: Exception) -> None:
+    async def run() -> None:
+        replicas = [ScriptedReplica(n, raises=error) for n in range(2)]
+        async with manager_of(*replicas) as manager:
+            with pytest.raises(type(error), match=r"rollout-\d: (too long|weights are spoilt)"):
+                await written(manager, groups_of(8))
+            assert not manager.num_restarts and len(manager.healthy) == 2
+
+    asyncio.run(run())
+
+
+def test_an_aborted_answer_is_gone_on_with() -> None:
+    own, groups = ScriptedReplica(0, aborts=True), groups_of(3, num_answers=2)
+    write(groups, own)
+    assert all(t.samples[-1].finish_reason == "abort" or t.is_finished for g in own.given[3:] for t in g.trajectories)
+    assert all(trajectory.samples for group in own.given[3:] for trajectory in group.trajectories)
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_replica_that_finishes_nothing_hangs(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = ScriptedReplica(0, hangs=True)
+    write(groups_of(20), hangs, *(ScriptedReplica(1) for _ in range(num - 1)), silence_s=0.05)
+    assert hangs.num_restarts == 1
+
+
+def test_a_replica_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("practicum.rollout.manager._PING_EVERY_S", 0.01)
+    deaf = ScriptedReplica(0, hangs=True, is_deaf=True)
+    write(groups_of(20), deaf, ScriptedReplica(1))
+    assert deaf.num_restarts == 1
+
+
+def test_the_trainers_own_processes_are_not_started_again() -> None:
+    own = ScriptedReplica(0, dies_after=3)
+    own.is_own = False
+    with pytest.raises(RolloutError, match="rollout-0 cannot write: rollout-0 died"):
+        write(groups_of(20), own, window=None)
+    assert not own.num_restarts
+
+
+def test_a_replica_that_does_not_fall_asleep_is_ended_and_started_again_when_needed() -> None:
+    class Sleepless(ScriptedReplica):
+        async def sleep(self) -> None:
+            if not self.num_restarts:
+                raise WorkerDied(f"{self.name} died", group=self.name, ranks=[0])
+
+    async def run() -> None:
+        own = Sleepless(0)
+        async with manager_of(own, sleeps=True) as manager:
+            assert_right(await written(manager, groups_of(4)))
+            assert own.log == ["awake", "ended"]
+            assert_right(await written(manager, groups_of(4)))
+            assert own.num_restarts == 1
+
+    asyncio.run(run())
+
+
+def test_a_closed_manager_fails_its_calls() -> None:
+    async def run() -> None:
+        manager = manager_of(ScriptedReplica(0, hangs=True))
+        call = asyncio.create_task(written(manager, groups_of(4)))
+        await asyncio.sleep(0.01)
+        await manager.close()
+        with pytest.raises(RolloutError, match="has been closed"):
+            await call
+        await manager.close()
+
+    asyncio.run(run())
+
+
+def test_losses_at_random_lose_and_double_nothing() -> None:
+    dice = random.Random(7)
+
+    async def run() -> None:
+        replicas = [
+            ScriptedReplica(
+                n, dice.randint(1, 5), dice.randint(1, 3), num_lives=dice.randint(1, 2), dies_after=dice.randint(0, 60)
+            )
+            for n in range(dice.randint(2, 4))
+        ]
+        replicas[0].fate = {}
+        async with manager_of(*replicas, window=dice.randint(1, 20), sleeps=dice.random() < 0.5) as manager:
+
+            async def call(number: int) -> None:
+                groups = groups_of(dice.randint(1, 25), num_answers=dice.randint(1, 6))
+                if dice.random() < 0.3:
+                    async with aclosing(manager.generate(groups, priority=number)) as generating:
+                        async for _ in generating:
+                            if dice.random() < 0.3:
+                                break
+                    return
+                assert_right(await written(manager, groups, priority=number))
+
+            async def update() -> None:
+                for version in range(3):
+                    await manager.update_weights(version)
+                    await asyncio.sleep(0)
+
+            await asyncio.gather(*(call(number) for number in range(dice.randint(1, 4))), update())
+
+    for _ in range(40):
+        asyncio.run(run())

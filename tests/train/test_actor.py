@@ -25,19 +25,20 @@ from practicum.errors import RolloutError, TrainingError, WeightsGone, WorkerErr
 from practicum.models import DTYPES, load_model, load_tokenizer
 from practicum.replay import Recording, ReplaySettings
 from practicum.train import ActorSettings, ActorWorker, MiniBatch, UpdateStats, totals_of
-from practicum.types import Score, TrainingSample
+from practicum.types import Sample, Score
 from practicum.weights import TIGHTEST, Bound, ChannelSettings, Fingerprint, WeightReceiver, choose
 from practicum.weights.fingerprint import make_sequences, measure
-from tests.samples import make_training_sample, with_routes
+from tests.samples import make_sample, with_routes
 from tests.train.test_model import tiny
 from tests.weights.families import save_family
 
 BOUNDS = {"float32": TIGHTEST, "bfloat16": Bound(mean=0.05, largest=0.5)}
-SAMPLES = [make_training_sample(2 + i % 3, 1 + i % 7, advantage=(-1.0) ** i * (0.5 + i % 2), seed=i) for i in range(13)]
+SAMPLES = [
+    make_sample(2 + i % 3, 1 + i % 7, advantage=(-1.0) ** i * (0.5 + i % 2), seed=i, id=f"1/{i}/0") for i in range(13)
+]
 
-
-PLACED = [replace(item, place=i, score=Score(1.0)) for i, item in enumerate(SAMPLES)]
-ROUTED = [with_routes(item, 2, 2, 8) for item in PLACED]
+SCORED = [replace(sample, score=Score(1.0)) for sample in SAMPLES]
+ROUTED = [with_routes(sample, 2, 2, 8) for sample in SCORED]
 
 
 def settings(model: Path, **changes: Any) -> ActorSettings:
@@ -60,14 +61,14 @@ def settings(model: Path, **changes: Any) -> ActorSettings:
     return ActorSettings(**{**fields, **changes})
 
 
-def mini_batches(samples: Sequence[TrainingSample], num_ranks: int, budget: int, parts: int = 1) -> list[Any]:
+def mini_batches(samples: Sequence[Sample], num_ranks: int, budget: int, parts: int = 1) -> list[Any]:
     ranks: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
     for part in range(parts):
         members = samples[part::parts]
-        plan = plan_micro_batches([m.sample.num_tokens for m in members], num_ranks, budget)
+        plan = plan_micro_batches([m.num_tokens for m in members], num_ranks, budget)
         totals = totals_of(members, max_tokens=8)
         for rank, micros in enumerate(plan):
-            ranks[rank].append(MiniBatch([[members[i] for i in micro] for micro in micros], totals))
+            ranks[rank].append(MiniBatch([[members[i] for i in micro] for micro in micros], totals, len(samples)))
     return ranks
 
 
@@ -77,10 +78,10 @@ def updated(
     budget: int,
     parts: int = 1,
     steps: int = 2,
-    samples: Sequence[TrainingSample] = SAMPLES,
+    samples: Sequence[Sample] = SAMPLES,
 ) -> tuple[UpdateStats, dict[str, torch.Tensor]]:
     for step in range(1, steps + 1):
-        batch = [replace(item, step=step) for item in samples]
+        batch = [replace(sample, id=f"{step}/{i}/0") for i, sample in enumerate(samples)]
         stats = group.map(ActorWorker.update, mini_batches(batch, group.world_size, budget, parts), step)
     folder.mkdir()
     group.execute_all(ActorWorker.save, str(folder))
@@ -92,7 +93,7 @@ def on_one_rank(
     folder: Path,
     budget: int = 200,
     parts: int = 1,
-    samples: Sequence[TrainingSample] = SAMPLES,
+    samples: Sequence[Sample] = SAMPLES,
     **changes: Any,
 ) -> tuple[UpdateStats, dict[str, torch.Tensor]]:
     group = LocalWorkerGroup(RayClassWithInitArgs(ActorWorker, settings(model, **changes)), name="actor")
@@ -115,7 +116,7 @@ def test_an_update_does_not_depend_on_the_micro_batches(tiny_model: Path, tmp_pa
     assert_same(weights, same_weights)
     assert many.loss == pytest.approx(one.loss, rel=1e-4)
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
-    assert many.num_tokens == one.num_tokens == sum(len(s.sample.token_ids) for s in SAMPLES)
+    assert many.num_tokens == one.num_tokens == sum(len(s.token_ids) for s in SAMPLES)
     before = dict(load_model(str(tiny_model)).named_parameters())
     assert max((weights[name] - before[name]).abs().max().item() for name in weights) > 1e-3
 
@@ -148,7 +149,7 @@ def replayed(mode: str, folder: Path) -> dict[str, Any]:
     """What a learner is told and given for it."""
     if mode == "R3":
         return {"replay": ReplaySettings("R3", compare_every=1), "samples": ROUTED}
-    return {"replay": ReplaySettings("R2", record_file=str(folder / "routes.rec"), compare_every=1), "samples": PLACED}
+    return {"replay": ReplaySettings("R2", record_file=str(folder / "routes.rec"), compare_every=1), "samples": SCORED}
 
 
 @pytest.mark.parametrize("mode", ["R2", "R3"])
@@ -167,7 +168,7 @@ def test_replay_does_not_depend_on_how_the_work_is_divided(mode: str, tiny_model
         assert found[name][0].loss == pytest.approx(found["one"][0].loss, rel=1e-3, abs=1e-5)
     stats = found["one"][0].replay
     assert stats is not None and list(stats.layers) == [0, 1]
-    num_tokens = sum(item.sample.num_tokens for item in SAMPLES)
+    num_tokens = sum(item.num_tokens for item in SAMPLES)
     assert stats.num_rows == stats.num_recorded == num_tokens
     assert stats.num_known == num_tokens - (len(SAMPLES) if mode == "R3" else 0)
     assert (stats.num_compared > 0) == (mode == "R3")
@@ -204,7 +205,7 @@ def test_two_ranks_replay_as_one(mode: str, tiny_model: Path, tmp_path: Path, ra
     if mode == "R2":
         recording = Recording(tmp_path / "two" / "routes.rec")
         assert len(recording) == 2 * len(SAMPLES)
-        assert {one.training.place for one in recording.samples(2)} == set(range(len(SAMPLES)))
+        assert [sample.id for sample in recording.samples(2)] == [f"2/{i}/0" for i in range(len(SAMPLES))]
 
 
 def test_several_updates_a_step_use_the_log_probs_from_before_it(tiny_model: Path, tmp_path: Path) -> None:
@@ -230,7 +231,7 @@ def test_a_gradient_that_is_no_number_changes_nothing(tiny_model: Path) -> None:
     try:
         before = {name: tensor.clone() for name, tensor in group.execute_all(ActorWorker.publish, 0)[0].tensors}
         with pytest.raises(WorkerError, match="the gradient of update 1 is nan") as caught:
-            group.map(ActorWorker.update, mini_batches([make_training_sample(advantage=float("nan"))], 1, 200))
+            group.map(ActorWorker.update, mini_batches([make_sample(advantage=float("nan"), id="1/0/0")], 1, 200))
         assert isinstance(caught.value.cause, TrainingError)
         after = dict(group.execute_all(ActorWorker.publish, 0)[0].tensors)
         assert all(torch.equal(before[name], after[name]) for name in before)
@@ -252,7 +253,7 @@ def test_a_start_that_fails_leaves_nothing_behind_in_this_process(tiny_model: Pa
 
 
 def test_good_answers_become_likelier(tiny_model: Path) -> None:
-    samples = [make_training_sample(3, 4, advantage=1.0 if i < 4 else -1.0, seed=i) for i in range(8)]
+    samples = [make_sample(3, 4, advantage=1.0 if i < 4 else -1.0, seed=i, id=f"1/{i}/0") for i in range(8)]
     group = LocalWorkerGroup(RayClassWithInitArgs(ActorWorker, settings(tiny_model, num_updates=100)), name="actor")
     try:
         first = group.map(ActorWorker.update, mini_batches(samples[:4], 1, 200))[0]

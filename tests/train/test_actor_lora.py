@@ -20,8 +20,8 @@ from practicum.train import actor as actor_module
 from practicum.weights import ChannelSettings, WeightReceiver
 from practicum.weights.fingerprint import make_sequences
 from tests.train.test_actor import (
-    PLACED,
     SAMPLES,
+    SCORED,
     alone,
     assert_same,
     mini_batches,
@@ -123,7 +123,7 @@ def test_nor_on_the_number_of_ranks(mode: str, tiny_model: Path, tmp_path: Path,
         group = RayWorkerGroup(pool, packed, name="actors")
         try:
             two, same_weights = updated(group, tmp_path / "two", budget=40, parts=2, samples=samples)
-            said = group.map(ActorWorker.base_log_probs, mini_batches(PLACED, 2, 40))
+            said = group.map(ActorWorker.base_log_probs, mini_batches(SCORED, 2, 40))
             group.execute_all(ActorWorker.open_channel, "shm", ChannelSettings())
             ticket, _ = group.execute_all(ActorWorker.send, 1, "bfloat16")
             sent = {name: tensor.clone() for name, tensor in WeightReceiver().receive(ticket).tensors}
@@ -135,10 +135,10 @@ def test_nor_on_the_number_of_ranks(mode: str, tiny_model: Path, tmp_path: Path,
         assert torch.equal(sent.pop(name), parameter.detach().bfloat16()), name
     assert not sent
     with reference(tiny_model) as other:
-        (apart,) = other.map(ReferenceWorker.log_probs, mini_batches(PLACED, 1, 40))
-    together = {place: array for rank in said for place, array in rank.items()}
+        (apart,) = other.map(ReferenceWorker.log_probs, mini_batches(SCORED, 1, 40))
+    together = {id: array for rank in said for id, array in rank.items()}
     assert together.keys() == apart.keys()
-    assert all(abs(together[place] - apart[place]).max() < 1e-5 for place in apart)
+    assert all(abs(together[id] - apart[id]).max() < 1e-5 for id in apart)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -146,15 +146,15 @@ def test_the_reference_is_the_model_without_adapters_and_no_second_one(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
 ) -> None:
     with reference(tiny_model) as group:
-        (expected,) = group.map(ReferenceWorker.log_probs, mini_batches(PLACED, 1, 40))
+        (expected,) = group.map(ReferenceWorker.log_probs, mini_batches(SCORED, 1, 40))
     loaded: list[str] = []
     monkeypatch.setattr(actor_module, "load_model", lambda path: loaded.append(path) or load_model(path))
     with one_actor(tiny_model, gradient_checkpointing=checkpointing) as group:
         for step in range(3):  # first before anything is learnt
-            (said,) = group.map(ActorWorker.base_log_probs, mini_batches(PLACED, 1, 40))
+            (said,) = group.map(ActorWorker.base_log_probs, mini_batches(SCORED, 1, 40))
             assert said.keys() == expected.keys()
-            assert all(abs(said[place] - expected[place]).max() < 1e-6 for place in said)
-            (stats,) = group.map(ActorWorker.update, mini_batches(PLACED, 1, 40), step + 1)
+            assert all(abs(said[id] - expected[id]).max() < 1e-6 for id in said)
+            (stats,) = group.map(ActorWorker.update, mini_batches(SCORED, 1, 40), step + 1)
             assert stats.grad_norm > 0  # adapters learn after a look without them
     assert loaded == [str(tiny_model)]
 
@@ -170,7 +170,7 @@ def test_experts_are_replayed_in_a_model_with_adapters(mode: str, tiny_model: Pa
     assert_same(found["one"][1], found["saving"][1], tolerance=1e-4)
     stats = found["one"][0].replay
     assert stats is not None and list(stats.layers) == [0, 1]
-    num_tokens = sum(item.sample.num_tokens for item in SAMPLES)
+    num_tokens = sum(item.num_tokens for item in SAMPLES)
     assert stats.num_rows == num_tokens and stats.num_known > 0
     if mode == "R3":
         assert all(share > 0.8 * stats.num_known for share in stats.differing)

@@ -22,17 +22,17 @@ from practicum.controller import (
 )
 from practicum.errors import CheckpointError, WorkerError
 from practicum.train import ActorWorker, CriticSettings, CriticStats, CriticWorker
-from practicum.types import TrainingSample
-from tests.samples import make_training_sample
+from practicum.types import Sample
+from tests.samples import make_sample
 from tests.train.test_actor import mini_batches
 from tests.train.test_actor import settings as actor_settings
 from tests.train.test_learner import assert_equal, moments
 
 
-def sample(i: int) -> TrainingSample:
-    item = make_training_sample(2 + i % 3, 1 + i % 7, seed=i)
-    returns = np.full(len(item.advantages), (-1.0) ** i, np.float32)
-    return replace(item, place=i, values=np.zeros_like(returns), returns=returns)
+def sample(i: int) -> Sample:
+    item = make_sample(2 + i % 3, 1 + i % 7, advantage=1.0, seed=i, id=f"1/{i}/0")
+    returns = np.full(len(item.token_ids), (-1.0) ** i, np.float32)
+    return replace(item, values=np.zeros_like(returns), returns=returns)
 
 
 SAMPLES = [sample(i) for i in range(13)]
@@ -67,9 +67,9 @@ def critic(model: Path, **changes: Any) -> Iterator[WorkerGroup[CriticWorker]]:
         group.shutdown()
 
 
-def values(group: WorkerGroup[CriticWorker], samples: Sequence[TrainingSample] = SAMPLES) -> dict[int, np.ndarray]:
+def values(group: WorkerGroup[CriticWorker], samples: Sequence[Sample] = SAMPLES) -> dict[str, np.ndarray]:
     ranks = group.map(CriticWorker.values, mini_batches(samples, group.world_size, 40))
-    return {place: found for rank in ranks for place, found in rank.items()}
+    return {id: found for rank in ranks for id, found in rank.items()}
 
 
 def update(group: WorkerGroup[CriticWorker], budget: int = 40, parts: int = 1) -> CriticStats:
@@ -83,23 +83,23 @@ def test_it_begins_with_nothing_and_comes_to_expect_what_is_returned(tiny_model:
         for _ in range(30):
             last = update(group)
         after = values(group)
-    assert first.num_tokens == sum(len(item.advantages) for item in SAMPLES)
+    assert first.num_tokens == sum(len(item.token_ids) for item in SAMPLES)
     assert first.loss / first.num_tokens == pytest.approx(0.5)
     assert last.loss < 0.2 * first.loss
-    assert np.mean([after[i].mean() * (-1.0) ** i for i in after]) > 0.7
+    assert np.mean([after[item.id].mean() * (-1.0) ** i for i, item in enumerate(SAMPLES)]) > 0.7
 
 
 def test_a_value_is_that_before_its_token(tiny_model: Path) -> None:
     """It may not depend on the token whose advantage it is a part of."""
     item = SAMPLES[4]
-    other = replace(item, place=1, sample=replace(item.sample, token_ids=item.sample.token_ids.copy()))
-    other.sample.token_ids[-1] = 4 + (other.sample.token_ids[-1] - 3) % 12
-    assert other.sample.token_ids[-1] != item.sample.token_ids[-1]
+    other = replace(item, id="1/1/0", token_ids=item.token_ids.copy())
+    other.token_ids[-1] = 4 + (other.token_ids[-1] - 3) % 12
+    assert other.token_ids[-1] != item.token_ids[-1]
     with critic(tiny_model) as group:
         for _ in range(3):
             update(group)
-        found = values(group, [replace(item, place=0), other])
-    assert found[0].any() and found[0] == pytest.approx(found[1], abs=1e-6)
+        found = values(group, [item, other])
+    assert found[item.id].any() and found[item.id] == pytest.approx(found["1/1/0"], abs=1e-6)
 
 
 def test_a_value_that_has_moved_far_enough_is_left_alone(tiny_model: Path) -> None:
@@ -113,7 +113,7 @@ def test_epochs_and_mini_batches_are_updates(tiny_model: Path, tmp_path: Path) -
         stats = update(group, parts=3)
         group.execute_all(CriticWorker.save, str(tmp_path))
     assert torch.load(tmp_path / "critic" / "optimizer.pt", weights_only=True)["num_updates"] == 6
-    assert stats.num_tokens == 2 * sum(len(item.advantages) for item in SAMPLES)
+    assert stats.num_tokens == 2 * sum(len(item.token_ids) for item in SAMPLES)
 
 
 def gradient(group: WorkerGroup[CriticWorker], folder: Path, budget: int) -> dict[str, torch.Tensor]:
@@ -153,8 +153,8 @@ def test_nor_on_the_ranks_beside_an_actor(tiny_model: Path, tmp_path: Path, ray_
         finally:
             fused.shutdown()
     assert together.keys() == alone.keys()
-    for place, found in together.items():
-        assert found == pytest.approx(alone[place], abs=1e-3)
+    for id, found in together.items():
+        assert found == pytest.approx(alone[id], abs=1e-3)
 
 
 def test_a_restored_critic_goes_on_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_restored_critic_goes_on_bit_for_bit(tiny_model: Path, tmp_path: Path)
         group.execute_all(CriticWorker.load, str(tmp_path))
         assert update(group) == stats
         again = values(group)
-    assert all((again[place] == expected[place]).all() for place in expected)
+    assert all((again[id] == expected[id]).all() for id in expected)
     (tmp_path / "critic" / "weights.pt").write_bytes(b"spoilt")
     with critic(tiny_model) as group:
         with pytest.raises(WorkerError, match=r"weights\.pt cannot be read") as caught:

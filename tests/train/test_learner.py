@@ -14,13 +14,12 @@ import torch
 from practicum.algo import Objective
 from practicum.controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, WorkerGroup
 from practicum.train import ActorSettings, ActorWorker
-from practicum.types import TrainingSample
+from practicum.types import Sample
 from tests.train.test_actor import SAMPLES, mini_batches, settings
 
 EVERYTHING = Objective("ppo", {}, "sequence_mean", "truncated", "sequence", {}, "k2", 0.01)
 GIVEN = [
-    replace(item, place=i, reference_log_probs=item.sample.log_probs - np.float32(0.2 * (i % 3)))
-    for i, item in enumerate(SAMPLES)
+    replace(item, reference_log_probs=item.log_probs - np.float32(0.2 * (i % 3))) for i, item in enumerate(SAMPLES)
 ]
 
 
@@ -29,7 +28,7 @@ class PaddedActor(ActorWorker):
 
     def __init__(self, settings: ActorSettings) -> None:
         super().__init__(settings)
-        self._shares_rows = False
+        self._packing = False
 
 
 def gradient_of(group: WorkerGroup[Any], folder: Path, batches: list[Any]) -> dict[str, torch.Tensor]:
@@ -76,7 +75,7 @@ def test_micro_batches_and_padding_leave_the_gradient_alone(
 @pytest.mark.slow
 @pytest.mark.parametrize("num_samples", [len(GIVEN), 1])  # one: the second rank has nothing
 def test_so_do_ranks(num_samples: int, tiny_model: Path, tmp_path: Path, ray_session: None) -> None:
-    given: Sequence[TrainingSample] = GIVEN[-num_samples:]
+    given: Sequence[Sample] = GIVEN[-num_samples:]
     told = settings(tiny_model, max_grad_norm=1e9, objective=EVERYTHING)
     group = LocalWorkerGroup(RayClassWithInitArgs(ActorWorker, told), name="actor")
     try:

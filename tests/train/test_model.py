@@ -8,8 +8,8 @@ import torch
 
 from practicum.data import pack
 from practicum.models import load_model
-from practicum.train.model import LogProbModel, ValueModel, entropies, keeps_samples_apart
-from tests.samples import make_training_sample
+from practicum.train.model import LogProbModel, ValueModel, entropies, supports_packing
+from tests.samples import make_sample
 
 
 def tiny(family: str) -> Any:
@@ -36,28 +36,28 @@ def tiny(family: str) -> Any:
 )
 def test_models_that_mix_the_samples_of_a_row_are_recognised_and_still_right(family: str, apart: bool) -> None:
     model = tiny(family)
-    assert keeps_samples_apart(model) is apart
-    assert_packed_equals_alone(model, share_rows=apart)
+    assert supports_packing(model) is apart
+    assert_packed_equals_alone(model, packing=apart)
 
 
 # gemma2 caps its logits after the output layer, and alternates local and global attention.
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mixtral", "gemma2"])
 def test_packed_log_probs_equal_those_of_each_sample_alone(family: str) -> None:
     model = tiny(family)
-    assert keeps_samples_apart(model)
-    assert_packed_equals_alone(model, share_rows=True)
+    assert supports_packing(model)
+    assert_packed_equals_alone(model, packing=True)
 
 
-def assert_packed_equals_alone(model: Any, share_rows: bool) -> None:
-    samples = [make_training_sample(p, a, seed=i) for i, (p, a) in enumerate([(3, 9), (2, 2), (5, 1), (1, 4), (4, 8)])]
+def assert_packed_equals_alone(model: Any, packing: bool) -> None:
+    samples = [make_sample(p, a, seed=i) for i, (p, a) in enumerate([(3, 9), (2, 2), (5, 1), (1, 4), (4, 8)])]
     expected = []
     for item in samples:
-        ids = torch.tensor([*item.sample.prompt_ids, *item.sample.token_ids])[None]
+        ids = torch.tensor([*item.prompt_ids, *item.token_ids])[None]
         with torch.no_grad():
             log_probs = (model(input_ids=ids).logits[0, :-1].float() / 0.7).log_softmax(-1)
-        expected.append(log_probs.gather(-1, ids[0, 1:, None])[len(item.sample.prompt_ids) - 1 :, 0])
-    packed = pack(samples, share_rows)
-    assert (packed.input_ids.shape[0] < len(samples)) == share_rows
+        expected.append(log_probs.gather(-1, ids[0, 1:, None])[len(item.prompt_ids) - 1 :, 0])
+    packed = pack(samples, packing)
+    assert (packed.input_ids.shape[0] < len(samples)) == packing
     inputs = (packed.input_ids, packed.position_ids, packed.predict_at, packed.targets)
     with torch.no_grad():
         found, entropy = LogProbModel(model)(*map(torch.from_numpy, inputs), temperature=0.7)

@@ -21,7 +21,7 @@ from practicum.controller import (
 )
 from practicum.models import load_model
 from practicum.train import ActorWorker, ReferenceSettings, ReferenceWorker
-from tests.train.test_actor import PLACED, mini_batches
+from tests.train.test_actor import SCORED, mini_batches
 from tests.train.test_actor import settings as actor_settings
 
 
@@ -46,26 +46,26 @@ def reference(model: Path, **changes: Any) -> Iterator[WorkerGroup[ReferenceWork
         group.shutdown()
 
 
-def said_by(group: WorkerGroup[ReferenceWorker], budget: int = 40) -> dict[int, np.ndarray]:
-    ranks = group.map(ReferenceWorker.log_probs, mini_batches(PLACED, group.world_size, budget))
-    return {place: found for rank in ranks for place, found in rank.items()}
+def said_by(group: WorkerGroup[ReferenceWorker], budget: int = 40) -> dict[str, np.ndarray]:
+    ranks = group.map(ReferenceWorker.log_probs, mini_batches(SCORED, group.world_size, budget))
+    return {id: found for rank in ranks for id, found in rank.items()}
 
 
 @torch.no_grad()
-def expected(model: Any, temperature: float) -> dict[int, np.ndarray]:
+def expected(model: Any, temperature: float) -> dict[str, np.ndarray]:
     found = {}
-    for item in PLACED:
-        ids = torch.from_numpy(np.concatenate([item.sample.prompt_ids, item.sample.token_ids]).astype(np.int64))
+    for item in SCORED:
+        ids = torch.from_numpy(np.concatenate([item.prompt_ids, item.token_ids]).astype(np.int64))
         logits = model(input_ids=ids[None]).logits[0, :-1] / temperature
-        own = logits.log_softmax(-1).gather(-1, ids[1:, None])[len(item.sample.prompt_ids) - 1 :, 0].numpy()
-        found[item.place] = np.where(item.sample.loss_mask, own, np.nan)
+        own = logits.log_softmax(-1).gather(-1, ids[1:, None])[len(item.prompt_ids) - 1 :, 0].numpy()
+        found[item.id] = np.where(item.loss_mask, own, np.nan)
     return found
 
 
-def assert_same(one: dict[int, np.ndarray], other: dict[int, np.ndarray]) -> None:
+def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
     assert one.keys() == other.keys()
-    for place, own in one.items():
-        assert own == pytest.approx(other[place], abs=2e-5, nan_ok=True)
+    for id, own in one.items():
+        assert own == pytest.approx(other[id], abs=2e-5, nan_ok=True)
 
 
 @pytest.mark.parametrize("budget", [12, 200])

@@ -46,7 +46,6 @@ def test_weights_arrive_bit_for_bit_version_after_version(channel: str, tmp_path
             ticket = sending.result(DEADLINE_S)
             assert ticket.version == receiver.version == version and ticket.channel == channel
             assert len(pickle.dumps(ticket)) < 500
-    receiver.close()
     assert not mapped_weights()
 
 

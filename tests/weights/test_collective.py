@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from practicum.errors import RolloutError
 from practicum.weights import ChannelSettings
-from practicum.weights.collective import CollectiveReader, CollectiveSender
+from practicum.weights.collective import CollectiveSender
 from tests.weights.sending import assert_same, copied, random_tensors
 
 
@@ -31,7 +31,7 @@ def test_torchs_default_group_is_left_alone(threads: ThreadPoolExecutor) -> None
         sender = make()
         ticket = sender.invite(1)
         sending = threads.submit(sender.send, 1, random_tensors(1))
-        assert_same(copied(CollectiveReader().read(ticket, 30.0)), random_tensors(1))
+        assert_same(copied(ticket.read(30.0)), random_tensors(1))
         sending.result(30)
         own = torch.ones(3)
         dist.all_reduce(own)
@@ -54,7 +54,7 @@ def test_no_more_than_a_bucket_is_ahead_of_the_engine(threads: ThreadPoolExecuto
     ticket = sender.invite(1)
     sending = threads.submit(sender.send, 1, tensors())
     places = set()
-    for index, (name, tensor) in enumerate(CollectiveReader().read(ticket, 30.0)):
+    for index, (name, tensor) in enumerate(ticket.read(30.0)):
         if index == 0:
             time.sleep(0.3)  # it would be through by now
             assert len(made) < num // 2
@@ -67,13 +67,13 @@ def test_no_more_than_a_bucket_is_ahead_of_the_engine(threads: ThreadPoolExecuto
 def test_nobody_comes(threads: ThreadPoolExecutor) -> None:
     sender = make(timeout_s=0.3, num_receivers=2)
     ticket = sender.invite(1)
-    reading = threads.submit(lambda: copied(CollectiveReader().read(ticket, 0.3)))
+    reading = threads.submit(lambda: copied(ticket.read(0.3)))
     with pytest.raises(RolloutError, match=r"version 1 .*'collective': only 1 of 2 receivers came within 0\.3 s"):
         sender.send(1, random_tensors(1))
     with pytest.raises(RolloutError, match="only 1 of 2"):
         reading.result(30)
     ticket = sender.invite(1, num_receivers=1)  # the other engine is no more
-    reading = threads.submit(lambda: copied(CollectiveReader().read(ticket, 30.0)))
+    reading = threads.submit(lambda: copied(ticket.read(30.0)))
     sender.send(1, random_tensors(1))
     assert_same(reading.result(30), random_tensors(1))
 
@@ -81,27 +81,27 @@ def test_nobody_comes(threads: ThreadPoolExecutor) -> None:
 def test_the_trainer_never_sends() -> None:
     ticket = make().invite(1)
     with pytest.raises(RolloutError, match=r"not all was there after|the trainer"):
-        copied(CollectiveReader().read(ticket, 0.5))
+        copied(ticket.read(0.5))
 
 
 def test_a_trainer_that_cannot_be_reached() -> None:
     ticket = replace(make().invite(1), port=1)
     with pytest.raises(RolloutError, match=r"the trainer at 127\.0\.0\.1:1 cannot be reached"):
-        copied(CollectiveReader().read(ticket, 1.0))
+        copied(ticket.read(1.0))
 
 
 def test_an_engine_that_gives_up_is_heard_of_and_the_next_version_arrives(threads: ThreadPoolExecutor) -> None:
     sender = make()
     ticket = sender.invite(1)
     sending = threads.submit(sender.send, 1, random_tensors(1))
-    reading = CollectiveReader().read(ticket, 30.0)
+    reading = ticket.read(30.0)
     next(reading)
     reading.close()  # type: ignore[attr-defined]
     with pytest.raises(RolloutError, match="a receiver is gone or gave up"):
         sending.result(20)
     ticket = sender.invite(2)
     sending = threads.submit(sender.send, 2, random_tensors(2))
-    assert_same(copied(CollectiveReader().read(ticket, 30.0)), random_tensors(2))
+    assert_same(copied(ticket.read(30.0)), random_tensors(2))
     sending.result(30)
 
 
@@ -109,10 +109,10 @@ def test_one_engine_too_many(threads: ThreadPoolExecutor) -> None:
     sender = make()
     ticket = sender.invite(1)
     sending = threads.submit(sender.send, 1, random_tensors(1))
-    copied(CollectiveReader().read(ticket, 30.0))
+    copied(ticket.read(30.0))
     sending.result(30)
     with pytest.raises(RolloutError, match="all 1 receivers that were invited had come"):
-        copied(CollectiveReader().read(ticket, 30.0))
+        copied(ticket.read(30.0))
 
 
 def test_an_engine_that_takes_too_long(threads: ThreadPoolExecutor) -> None:
@@ -120,7 +120,7 @@ def test_an_engine_that_takes_too_long(threads: ThreadPoolExecutor) -> None:
     ticket = sender.invite(1)
     large = ((f"{i}", torch.zeros(1 << 20)) for i in range(64))
     sending = threads.submit(sender.send, 1, large)
-    reading = CollectiveReader().read(ticket, 30.0)
+    reading = ticket.read(30.0)
     next(reading)
     with pytest.raises(RolloutError, match="not all was there after 1 s"):
         sending.result(20)
@@ -136,7 +136,7 @@ def test_sending_without_an_invitation_is_refused() -> None:
 def test_what_is_called_off_is_not_waited_for(threads: ThreadPoolExecutor) -> None:
     sender = make(num_receivers=2)
     ticket = sender.invite(1)
-    reading = threads.submit(lambda: copied(CollectiveReader().read(ticket, 30.0)))
+    reading = threads.submit(lambda: copied(ticket.read(30.0)))
     sending = threads.submit(sender.send, 1, random_tensors(1))
     began = time.monotonic()
     ticket.call_off()
@@ -145,7 +145,7 @@ def test_what_is_called_off_is_not_waited_for(threads: ThreadPoolExecutor) -> No
             waiting.result(30)
     assert time.monotonic() - began < 5
     ticket = sender.invite(1, num_receivers=1)  # another invitation is another matter
-    reading = threads.submit(lambda: copied(CollectiveReader().read(ticket, 30.0)))
+    reading = threads.submit(lambda: copied(ticket.read(30.0)))
     sender.send(1, random_tensors(1))
     assert_same(reading.result(30), random_tensors(1))
     sender.close()

@@ -15,7 +15,7 @@ from practicum.errors import ConfigError, RolloutError
 from practicum.models import load_model
 from practicum.train.checkpoint import save_rest
 from practicum.weights import ChannelSettings
-from practicum.weights.disk import DiskReader, DiskSender
+from practicum.weights.disk import DiskSender
 from tests.weights.sending import assert_same, copied, random_tensors
 
 
@@ -28,9 +28,9 @@ def test_old_versions_are_deleted(sender: DiskSender, tmp_path: Path) -> None:
     for version in (3, 9, 10, 11):
         ticket = sender.send(version, random_tensors(version))
     assert sorted(os.listdir(tmp_path)) == ["version-000010", "version-000011"]
-    assert_same(copied(DiskReader().read(ticket, 1.0)), random_tensors(11))
+    assert_same(copied(ticket.read(1.0)), random_tensors(11))
     with pytest.raises(RolloutError, match=r"version 9 by channel 'disk': .*only later versions are there"):
-        copied(DiskReader().read(replace(ticket, version=9, path=str(tmp_path / "version-000009")), 1.0))
+        copied(replace(ticket, version=9, path=str(tmp_path / "version-000009")).read(1.0))
 
 
 def test_one_that_fails_leaves_nothing(sender: DiskSender, tmp_path: Path) -> None:
@@ -49,26 +49,26 @@ def test_a_torn_file_is_an_error(sender: DiskSender) -> None:
     last = max(Path(ticket.path).glob("*.safetensors"))
     last.write_bytes(last.read_bytes()[:-1])
     with pytest.raises(RolloutError, match=rf"version 1 by channel 'disk': .*{last.name} cannot be read"):
-        copied(DiskReader().read(ticket, 1.0))
+        copied(ticket.read(1.0))
     last.unlink()
     with pytest.raises(RolloutError, match="cannot be read"):
-        copied(DiskReader().read(ticket, 1.0))
+        copied(ticket.read(1.0))
     (Path(ticket.path) / "model.safetensors.index.json").write_text("{")
     with pytest.raises(RolloutError, match=r"index\.json cannot be read"):
-        copied(DiskReader().read(ticket, 1.0))
+        copied(ticket.read(1.0))
 
 
 def test_files_of_another_version_are_not_taken(sender: DiskSender, tmp_path: Path) -> None:
     ticket = sender.send(1, random_tensors(1))
     with pytest.raises(RolloutError, match="holds version 1"):
-        copied(DiskReader().read(replace(ticket, version=2), 1.0))
+        copied(replace(ticket, version=2).read(1.0))
 
 
 def test_a_reader_waits_for_a_version_that_is_late_to_appear(sender: DiskSender, tmp_path: Path) -> None:
     ticket = sender.send(4, random_tensors(4))
     hidden = Path(ticket.path).rename(tmp_path / "hidden")
     with pytest.raises(RolloutError, match=r"did not appear within 0\.1 s"):
-        copied(DiskReader().read(ticket, 0.1))
+        copied(ticket.read(0.1))
 
     def appear() -> None:
         time.sleep(0.2)
@@ -76,7 +76,7 @@ def test_a_reader_waits_for_a_version_that_is_late_to_appear(sender: DiskSender,
 
     thread = threading.Thread(target=appear)
     thread.start()
-    assert_same(copied(DiskReader().read(ticket, 30.0)), random_tensors(4))
+    assert_same(copied(ticket.read(30.0)), random_tensors(4))
     thread.join()
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from practicum.errors import RolloutError
 from practicum.weights import ChannelSettings, WeightReceiver
-from practicum.weights.shared import SharedSender, SharedTicket
+from practicum.weights.channels import SharedSender, SharedTicket
 from tests.weights.sending import copied, random_tensors
 
 

@@ -10,7 +10,7 @@ import torch
 
 from practicum.errors import RolloutError
 from practicum.weights import ChannelSettings
-from practicum.weights.shm import ShmReader, ShmSender
+from practicum.weights.shm import ShmSender
 from tests.weights.sending import assert_same, copied, random_tensors
 
 
@@ -23,10 +23,10 @@ def sender() -> Iterator[ShmSender]:
 
 def test_what_is_being_read_never_changes(sender: ShmSender) -> None:
     first = sender.send(1, random_tensors(1))
-    kept = dict(ShmReader().read(first, 1.0))  # views, not copies
+    kept = dict(first.read(1.0))  # views, not copies
     second = sender.send(2, random_tensors(2))
     assert_same(kept, random_tensors(1))
-    assert_same(copied(ShmReader().read(second, 1.0)), random_tensors(2))
+    assert_same(copied(second.read(1.0)), random_tensors(2))
 
 
 def test_the_same_memory_is_filled_again_when_nobody_reads_it(sender: ShmSender) -> None:
@@ -34,28 +34,28 @@ def test_the_same_memory_is_filled_again_when_nobody_reads_it(sender: ShmSender)
     for version in range(4):
         ticket = sender.send(version, random_tensors(version))
         places.add(os.stat(f"/proc/{ticket.pid}/fd/{ticket.fd}").st_ino)
-        assert_same(copied(ShmReader().read(ticket, 1.0)), random_tensors(version))
+        assert_same(copied(ticket.read(1.0)), random_tensors(version))
     assert len(places) == 1
 
 
 def test_a_smaller_version_after_a_larger_one(sender: ShmSender) -> None:
     sender.send(1, random_tensors(1))
     few = {"only": torch.arange(5)}
-    assert_same(copied(ShmReader().read(sender.send(2, few.items()), 1.0)), few.items())
+    assert_same(copied(sender.send(2, few.items()).read(1.0)), few.items())
 
 
 def test_readers_cannot_harm_each_other(sender: ShmSender) -> None:
     ticket = sender.send(1, random_tensors(1))
-    for _, tensor in ShmReader().read(ticket, 1.0):
+    for _, tensor in ticket.read(1.0):
         tensor.zero_()
-    assert_same(copied(ShmReader().read(ticket, 1.0)), random_tensors(1))
+    assert_same(copied(ticket.read(1.0)), random_tensors(1))
 
 
 def test_a_version_that_was_overwritten_is_gone(sender: ShmSender) -> None:
     first = sender.send(1, random_tensors(1))
     sender.send(2, random_tensors(2))
     with pytest.raises(RolloutError, match=r"version 1 by channel 'shm': .*version 2 is there.*send its weights again"):
-        copied(ShmReader().read(first, 1.0))
+        copied(first.read(1.0))
 
 
 def test_one_that_failed_half_way_is_not_taken_for_whole(sender: ShmSender) -> None:
@@ -68,21 +68,21 @@ def test_one_that_failed_half_way_is_not_taken_for_whole(sender: ShmSender) -> N
         sender.send(2, failing())
     for version in (1, 2):
         with pytest.raises(RolloutError, match="nothing whole is there"):
-            copied(ShmReader().read(replace(ticket, version=version), 1.0))
-    assert_same(copied(ShmReader().read(sender.send(2, random_tensors(2)), 1.0)), random_tensors(2))
+            copied(replace(ticket, version=version).read(1.0))
+    assert_same(copied(sender.send(2, random_tensors(2)).read(1.0)), random_tensors(2))
 
 
 def test_a_sender_that_is_gone_or_never_was(sender: ShmSender) -> None:
     ticket = sender.send(1, random_tensors(1))
     with pytest.raises(RolloutError, match="nothing whole is there"):  # its number went to another process
-        copied(ShmReader().read(replace(ticket, sender=b"x" * 16), 1.0))
+        copied(replace(ticket, sender=b"x" * 16).read(1.0))
     sender.close()
     with pytest.raises(RolloutError, match=rf"process {os.getpid()} that sent them is gone"):
-        copied(ShmReader().read(ticket, 1.0))
+        copied(ticket.read(1.0))
 
 
 def test_a_sender_that_never_ends_its_writing_is_not_waited_for_beyond_the_deadline(sender: ShmSender) -> None:
     ticket = sender.send(1, random_tensors(1))
     fcntl.flock(ticket.fd, fcntl.LOCK_EX)
     with pytest.raises(RolloutError, match=r"was still writing a later one after 0\.05 s"):
-        copied(ShmReader().read(ticket, 0.05))
+        copied(ticket.read(0.05))

@@ -17,13 +17,13 @@ from practicum.algo.advantages import (
     rloo,
     whiten,
 )
-from practicum.algo.ages import AgeFigures, combined_ages, figures_by_age
 from practicum.algo.aggregation import AGGREGATIONS, Totals
 from practicum.algo.correction import CORRECTIONS, LEVELS, CorrectionFigures
 from practicum.algo.kl import KL_ESTIMATORS, AdaptiveKL, k1, k2, k3
 from practicum.algo.losses import LOSSES, cispo, clipped_policy_loss, gmpo, gspo, gspo_token, ppo, sapo
 from practicum.algo.objective import Losses, Objective, Tokens
 from practicum.algo.outcomes import Outcomes
+from practicum.algo.staleness import StalenessFigures, combined_figures, figures_by_staleness
 from practicum.algo.values import clipped_value_loss, explained_variance
 
 __all__ = [
@@ -34,21 +34,21 @@ __all__ = [
     "LEVELS",
     "LOSSES",
     "AdaptiveKL",
-    "AgeFigures",
     "CorrectionFigures",
     "Estimator",
     "Losses",
     "Objective",
     "Outcomes",
+    "StalenessFigures",
     "Tokens",
     "Totals",
     "cispo",
     "clipped_policy_loss",
     "clipped_value_loss",
-    "combined_ages",
+    "combined_figures",
     "dr_grpo",
     "explained_variance",
-    "figures_by_age",
+    "figures_by_staleness",
     "gae",
     "gmpo",
     "grpo",

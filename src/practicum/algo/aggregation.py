@@ -1,4 +1,4 @@
-"""How the losses of tokens become one number: a weight for each token, so that the loss is their weighted sum.
+"""Aggregation of token losses to one number: a weight for each token, so that the loss is their weighted sum.
 
     loss of a mini-batch = sum over all ranks, micro-batches and tokens of weight * loss of the token
 

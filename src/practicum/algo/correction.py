@@ -68,7 +68,7 @@ def _weights(log_weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class CorrectionFigures:
-    """How far two policies are apart, in weights before they were cut. Parts of a batch can be combined."""
+    """Figures of the distance of two policies, in weights before they were cut. Parts of a batch can be combined."""
 
     num_tokens: int
     num_cut: int
@@ -78,7 +78,7 @@ class CorrectionFigures:
 
     @classmethod
     def of(cls, log_weights: Tensor, cut: Tensor) -> CorrectionFigures:
-        """Of a part of a batch, [tokens] each; it may be empty."""
+        """Return the figures of a part of a batch, [tokens] each; it may be empty."""
         weights = _weights(log_weights)
         highest = weights.max().item() if len(weights) else 0.0
         return cls(len(weights), int(cut.sum()), weights.sum().item(), weights.square().sum().item(), highest)

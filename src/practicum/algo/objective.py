@@ -29,7 +29,7 @@ class Tokens:
     advantages: Tensor
     sequences: Tensor  # equal numbers for tokens of the same answer
     reference_log_probs: Tensor | None = None
-    ages: Tensor | None = None  # by how many updates the weights that wrote them are older
+    staleness: Tensor | None = None  # by how many updates the weights that wrote them are older
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a step's answers were worth: all that an advantage estimator may look at."""
+"""The outcomes of a step's answers: all that an advantage estimator may look at."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ def means(x: Tensor, ids: Tensor) -> Tensor:
 
 
 def are_last(sequences: Tensor) -> Tensor:
-    """Whether each token is the last of its sequence, [tokens] of bool. The tokens of a sequence lie together."""
+    """Return whether each token is the last of its sequence, [tokens] of bool. The tokens of a sequence lie
+    together."""
     return torch.cat([sequences[1:] != sequences[:-1], sequences.new_ones(min(1, len(sequences)), dtype=torch.bool)])
 
 

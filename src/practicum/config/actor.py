@@ -14,18 +14,19 @@ ENGINES_WITH_ROUTES = ("native", "vllm")
 
 class RouterReplayConfig(Section):
     mode: Literal["disabled", "R2", "R3"] = "disabled"
-    """Of a mixture of experts: whether its routers choose again in training what they chose before. R2: as the trainer
-    itself chose before the first update of a step, recorded on disk. R3: as the rollout engine chose when it wrote."""
+    """Router replay for a mixture of experts: training repeats earlier routing decisions. R2 repeats those of the
+    trainer before the first update of a step, recorded on disk. R3 repeats those of the rollout engine, handed over in
+    memory."""
     record_file: str | None = Field(default=None, min_length=1)
-    """Where chosen experts are recorded, together with the samples; each further worker writes a file beside it. None:
-    with R2 routes.rec in the run folder, with R3 nowhere."""
+    """The file that records routed experts together with the samples; each further worker writes a file beside it.
+    None: with R2 routes.rec in the run folder, with R3 no file."""
     replay_file: str | None = Field(default=None, min_length=1)
-    """A recording that is learnt from again, step by step: nothing is written or graded. Needs mode R2."""
+    """A recording to learn from again, step by step: nothing is generated or graded. Needs mode R2."""
     compare_every: int = Field(default=20, ge=0)
     """Steps between comparisons of KL(rollout‖trainer) with and without replay, on one micro-batch; 0: never."""
 
     def check_engine(self, engine: str, asked: bool | None) -> None:
-        """Against the `rollout` section: its engine, and its name for R3."""
+        """Check against the `rollout` section: its engine, and its name for R3."""
         if asked is not None and asked != (self.mode == "R3"):
             raise ValueError(
                 f"rollout.enable_rollout_routing_replay={str(asked).lower()} contradicts "
@@ -38,11 +39,11 @@ class RouterReplayConfig(Section):
             )
 
     def check_staleness(self, staleness: int) -> None:
-        """Against the `trainer` section: by how many versions writers may run ahead."""
+        """Check against the `trainer` section: how far rollout may run ahead."""
         if self.replay_file is not None:
             raise ValueError(
-                f"trainer.staleness={staleness} has writers run ahead, and with actor.router_replay.replay_file nobody "
-                "writes: leave one of them out"
+                f"trainer.staleness={staleness} has rollout run ahead, and with actor.router_replay.replay_file there "
+                "is no rollout: leave one of them out"
             )
 
     @model_validator(mode="after")
@@ -58,20 +59,20 @@ class RouterReplayConfig(Section):
 
 class LoraConfig(Section):
     rank: int = Field(ge=1)
-    """Of the adapters' matrices: what they can express, and what they take."""
+    """The rank of the adapters' matrices: it bounds what they can express, and their size."""
     alpha: int | None = Field(default=None, ge=1)
-    """What adapters add is scaled by alpha / rank. None: twice the rank."""
+    """The output of adapters is scaled by alpha / rank. None: twice the rank."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Which linear layers get adapters, by the last parts of their names, such as [q_proj, v_proj]. all-linear: all but
-    the output layer and those that choose among experts. Experts whose weights are one tensor cannot have any."""
+    """The linear layers that get adapters, by the last parts of their names, such as [q_proj, v_proj]. all-linear: all
+    but the output layer and those that choose among experts. Experts whose weights are one tensor cannot have any."""
 
     send: Literal["merged", "adapters"] = "merged"
-    """What engines in processes of their own get. adapters: them alone, a few MB instead of the model. native and hf
-    merge them with the files at model.path, vLLM computes with them beside the model."""
+    """The weights sent to engines in processes of their own. merged: whole weights. adapters: the adapters alone, a
+    few MB. native and hf merge them with the files at model.path, vLLM computes with them beside the model."""
 
     @property
     def scale_by(self) -> int:
-        """Alpha as it counts."""
+        """Alpha, or its default."""
         return 2 * self.rank if self.alpha is None else self.alpha
 
     def check_placement(self, rollout: str) -> None:
@@ -99,7 +100,7 @@ class ActorConfig(Section):
     lr: float = Field(default=1e-6, gt=0)
     """AdamW's learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls over the run, to zero at its end."""
+    """The schedule by which the learning rate falls over the run, to zero at its end."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises to its full value."""
     weight_decay: float = Field(default=0.0, ge=0)

@@ -31,23 +31,23 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "aggregation": {"constant": ("constant_tokens",)},
 }
-"""Of each choice, by its key: the keys that it alone reads."""
+"""The keys that each choice alone reads, by the key of the choice."""
 
 
 class KLConfig(Section):
     coefficient: float = Field(default=0.0, ge=0)
-    """How much straying from the reference costs; 0: there is no reference."""
+    """The weight of the KL divergence from the reference; 0: there is no reference."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How the divergence of a token is estimated. k1 for the reward, k2 or k3 for the loss."""
+    """The estimator of a token's divergence: k1 for the reward, k2 or k3 for the loss."""
     place: Literal["reward", "loss"] = "loss"
-    """Whether the divergence is taken off the reward, or added to the loss."""
+    """reward: the divergence is subtracted from the reward. loss: it is added to the loss."""
     target: float | None = Field(default=None, gt=0)
-    """A divergence per token to seek: after each step the coefficient rises or falls by up to 2 %. None: it stays."""
+    """A divergence per token to aim at: after each step the coefficient changes by up to 2 %. None: it is constant."""
     reference: str | None = Field(default=None, min_length=1)
-    """The model not to stray from, a folder or a hub name. None: the one that the run started from."""
+    """The reference model, a folder or a hub name. None: the model that the run started from."""
     placement: Literal["hybrid", "colocated", "standalone"] = "hybrid"
-    """Where that model is. hybrid: in the actor's processes. colocated: in processes of its own on the same places.
-    standalone: on places of its own, as many as trainer.num_workers."""
+    """The placement of the reference. hybrid: in the actor's processes. colocated: in processes of its own on the same
+    devices. standalone: on devices of its own, as many as trainer.num_workers."""
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
@@ -65,10 +65,10 @@ class KLConfig(Section):
 
 class CorrectionConfig(Section):
     kind: Literal["none", "truncated", "masked"] = "none"
-    """Weights on the loss for tokens whose log-probs differ between engine and trainer: held within bounds, or dropped
-    outside of them."""
+    """Importance weights on the loss for tokens whose log-probs differ between engine and trainer. truncated: held
+    within bounds. masked: tokens outside the bounds are left out."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """What is weighed: a token by itself, the answer as a whole, or the geometric mean over it."""
+    """The unit that is weighed: a token by itself, the answer as a whole, or the geometric mean over it."""
     low: float | None = Field(default=None, ge=0)
     """The lower bound. None: 0 where truncated, 0.5 where masked."""
     high: float | None = Field(default=None, gt=0)
@@ -76,7 +76,7 @@ class CorrectionConfig(Section):
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Those that are set."""
+        """The bounds that are set."""
         return {name: bound for name, bound in (("low", self.low), ("high", self.high)) if bound is not None}
 
     @model_validator(mode="after")
@@ -101,45 +101,46 @@ class AlgorithmConfig(Section):
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
     ] = "grpo"
-    """How rewards become advantages. gae needs a critic, see the section of that name; remax writes a greedy answer to
-    each prompt on top."""
+    """The estimator that makes advantages of rewards. gae needs a critic, see that section; remax generates a greedy
+    answer to each prompt on top."""
     with_std: bool | None = None
-    """Of grpo: whether to divide by the deviation of the group. None: true."""
+    """grpo: divide by the standard deviation of the group. None: true."""
     k: int | None = Field(default=None, ge=1)
-    """Of pass_at_k: how many tries there are. None: 4."""
+    """pass_at_k: the number of tries. None: 4."""
     right_above: float | None = None
-    """Of pass_at_k: an answer with a higher reward is right. None: 0.5."""
+    """pass_at_k: an answer with a higher reward is right. None: 0.5."""
     gamma: float | None = Field(default=None, gt=0, le=1)
-    """Of gae and reinforce_plus_plus: what a reward one token later is worth now. None: 1."""
+    """gae, reinforce_plus_plus: the discount of a reward one token later. None: 1."""
     lam: float | None = Field(default=None, ge=0, le=1)
-    """Of gae: 0 trusts the critic alone, 1 the rewards alone. None: 0.95."""
+    """gae: 0 trusts the critic alone, 1 the rewards alone. None: 0.95."""
     whiten: bool | None = None
-    """Whether advantages are scaled to mean 0 and deviation 1 over all tokens of a step. None: with gae alone."""
+    """Scale advantages to mean 0 and standard deviation 1 over all tokens of a step. None: with gae alone."""
     resampling_rounds: int = Field(default=0, ge=0)
-    """Dynamic sampling: how often in a step the prompts whose answers all have the same reward give way to the next
-    ones. Those that are left after the last round stay."""
+    """Dynamic sampling: how often in a step prompts whose answers all have the same reward are replaced by the next
+    ones. Such prompts that are left after the last round stay."""
     loss: Literal["ppo", "gspo", "gspo_token", "gmpo", "cispo", "sapo"] = "ppo"
-    """What an advantage does to the probability of a token, and where it ends."""
+    """The policy loss."""
     clip_low: float | None = Field(default=None, gt=0, le=1)
-    """How far below 1 the ratio of new to old probability may push. None: as the loss has it, ppo 0.2."""
+    """The ratio of new to old probability is clipped this far below 1. None: the default of the loss, with ppo 0.2."""
     clip_high: float | None = Field(default=None, gt=0)
-    """How far above 1 it may push; more room there keeps rare good tokens alive. None: as the loss has it, ppo 0.28."""
+    """The ratio is clipped this far above 1; more room keeps rare good tokens alive. None: the loss's, with ppo
+    0.28."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Of ppo: a bad token's loss is held below so many times its advantage. None: there is no such bound."""
+    """ppo: a bad token's loss is at most so many times its advantage. None: there is no such bound."""
     tau_positive: float | None = Field(default=None, gt=0)
-    """Of sapo: how fast the gate closes on good tokens. None: 1."""
+    """sapo: the temperature of the gate on good tokens. None: 1."""
     tau_negative: float | None = Field(default=None, gt=0)
-    """Of sapo: how fast it closes on bad ones. None: 1.05."""
+    """sapo: the temperature of the gate on bad tokens. None: 1.05."""
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
-    """How the losses of tokens become one number."""
+    """The way the losses of tokens are averaged."""
     constant_tokens: int | None = Field(default=None, ge=1)
-    """Of constant: the tokens that every answer is divided by. None: rollout.max_new_tokens."""
+    """constant: the number of tokens that every answer is divided by. None: rollout.max_new_tokens."""
     entropy_bonus: float = Field(default=0.0, ge=0)
-    """How much entropy is worth in the loss; 0: nothing."""
+    """The weight of the entropy bonus in the loss; 0: none."""
     kl: KLConfig = KLConfig()
-    """How the policy is kept near a reference."""
+    """KL divergence from a reference model."""
     correction: CorrectionConfig = CorrectionConfig()
-    """How answers of another policy are weighed: of an older one, or of an engine that computes otherwise."""
+    """Importance correction for answers of another policy: an older one, or an engine with other numerics."""
 
     @property
     def needs_critic(self) -> bool:
@@ -150,12 +151,12 @@ class AlgorithmConfig(Section):
         return self.advantage == "gae" if self.whiten is None else self.whiten
 
     def options(self, choice: Literal["advantage", "loss"]) -> dict[str, Any]:
-        """What is set for the function chosen; the rest is its own affair."""
+        """Return the options that are set for the chosen function."""
         names = OPTIONS[choice].get(getattr(self, choice), ())
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def check_answers(self, per_prompt: int) -> None:
-        """Against the `rollout` section: how many answers a prompt gets."""
+        """Check against the `rollout` section: how many answers a prompt gets."""
         fewest = (self.k or 4) + 1 if self.advantage == "pass_at_k" else 2
         if self.advantage in GROUP_ESTIMATORS and per_prompt < fewest:
             more = f", and more of them than algorithm.k={fewest - 1}" if fewest > 2 else ""
@@ -165,7 +166,7 @@ class AlgorithmConfig(Section):
             )
 
     def check_staleness(self, staleness: int) -> None:
-        """Against the `trainer` section: by how many versions answers may be older than what learns from them."""
+        """Check against the `trainer` section: how stale answers may be."""
         if self.correction.kind == "none":
             raise ValueError(
                 f"trainer.staleness={staleness} has answers of older weights learnt from, and "

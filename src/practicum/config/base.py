@@ -1,4 +1,4 @@
-"""What all sections of the config are: typed, frozen, unknown keys refused."""
+"""The base of all sections of the config: typed, frozen, unknown keys refused."""
 
 from __future__ import annotations
 

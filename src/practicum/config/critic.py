@@ -22,6 +22,6 @@ class CriticConfig(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """A longer gradient is scaled down to this norm."""
     value_clip: float = Field(default=0.2, gt=0)
-    """How far a value may move in one step before its gradient is cut off."""
+    """A value that moves further than this in one step has no gradient."""
     warmup_steps: int = Field(default=0, ge=0)
     """First steps of the run in which the critic alone learns, and the actor waits for it to know something."""

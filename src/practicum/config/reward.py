@@ -1,4 +1,4 @@
-"""The `reward` section: what grades the answers, where, and what becomes of those that cannot be graded."""
+"""The `reward` section: graders, where they run, and what happens to answers that cannot be graded."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class RewardModelConfig(Section):
     kind: Literal["classifier", "generative"] = "classifier"
     """classifier: a sequence-classification model with one output. generative: a causal model that writes verdicts."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What it computes in."""
+    """The dtype of its forward passes."""
     placement: Literal["colocated", "standalone"] = "colocated"
-    """colocated: on the trainer's places, asleep while it is not grading. standalone: on places of its own, awake."""
+    """colocated: on the trainer's devices, asleep while it is not grading. standalone: on devices of its own, awake."""
     replicas: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """How many copies of the model. auto: as many as the places hold."""
+    """Copies of the model. auto: as many as the devices hold."""
     max_batch_tokens: int = Field(default=16_384, ge=1)
     """Tokens in one forward pass of a replica, padding included."""
     start_timeout_s: float = Field(default=300.0, gt=0)
-    """How long a replica may take to load, to fall asleep or to wake."""
+    """The time a replica may take to load, to fall asleep or to wake."""
     request_timeout_s: float = Field(default=60.0, gt=0)
-    """How long a replica may take over one sample before another one is asked."""
+    """The time a replica may take for one sample before another replica is asked."""
 
 
 class TermConfig(Section):
@@ -34,11 +34,11 @@ class TermConfig(Section):
     function: str | None = None
     """A function of yours: path/to/file.py:name or package.module:name."""
     options: dict[str, Any] = Field(default={})
-    """Of the grader."""
+    """Options of the grader."""
     weight: float = 1.0
-    """What its value is multiplied by in the sum."""
+    """The factor of its value in the sum."""
     name: str | None = Field(default=None, min_length=1)
-    """What its part of the score is called in the metrics. None: like the grader or the function."""
+    """The name of its part of the score in the metrics. None: the name of the grader or function."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -51,11 +51,11 @@ class TermConfig(Section):
 
 class LimitsConfig(Section):
     concurrency: int | None = Field(default=None, ge=1)
-    """Samples that functions, judges and endpoints have at a time. None: no limit."""
+    """Samples that functions, judges and endpoints may have at a time. None: no limit."""
     requests_per_minute: int | None = Field(default=None, ge=1)
     """Samples that begin in any minute."""
     tokens_per_minute: int | None = Field(default=None, ge=1)
-    """Their tokens in any minute: what the server says it used, and until then prompt and answer together."""
+    """Tokens in any minute: what the server says it used, and until then prompt and answer together."""
 
     @property
     def are_set(self) -> bool:
@@ -64,7 +64,7 @@ class LimitsConfig(Section):
 
 class CacheConfig(Section):
     folder: str | None = Field(default=None, min_length=1)
-    """Where scores are kept and looked up, under a hash of sample, grader, options and version. None: nowhere."""
+    """The folder of cached scores, keyed by a hash of sample, grader, options and version. None: no cache."""
     version: str = ""
     """Change it to forget the scores kept so far, for instance when a module that your function imports has changed."""
 
@@ -75,7 +75,7 @@ class RewardConfig(Section):
     function: str | None = None
     """A function of yours: path/to/file.py:name or package.module:name."""
     options: dict[str, Any] = Field(default={})
-    """Of the grader."""
+    """Options of the grader."""
     terms: tuple[TermConfig, ...] = ()
     """Several graders instead of one: the value is the weighted sum of theirs."""
     sources: dict[str, tuple[TermConfig, ...]] = Field(default={})
@@ -83,19 +83,19 @@ class RewardConfig(Section):
     model: RewardModelConfig | None = None
     """The model that the graders classifier and judge ask."""
     timeout_s: float = Field(default=10.0, gt=0)
-    """A sample that takes longer to grade gets the status `timeout`. A function of a list has that long for each."""
+    """A sample that takes longer to grade gets the status `timeout`. A function of a list has as long for each list."""
     processes: int | None = Field(default=None, ge=1)
     """Processes for functions and for graders that may hang, over all reward workers. None: as many as cores."""
     memory_mb: int = Field(default=2048, ge=64)
-    """What such a process may allocate; beyond that the sample is `invalid`."""
+    """Memory that such a process may allocate; beyond it the sample is `invalid`."""
     limits: LimitsConfig = LimitsConfig()
-    """Of all reward workers together."""
+    """Limits of all reward workers together."""
     cache: CacheConfig = CacheConfig()
-    """Scores that need not be computed twice."""
+    """A cache of scores on disk."""
     retries: int = Field(default=0, ge=0)
-    """How often a sample with status `timeout` or `infra_error` is graded again."""
+    """The number of times a sample with status `timeout` or `infra_error` is graded again."""
     on_failure: Literal["mask", "drop_group"] = "mask"
-    """What is left out of a step: samples that could not be graded, or all answers to their prompts too."""
+    """mask: leave out samples that could not be graded. drop_group: leave out all answers to their prompts."""
     max_failure_share: float = Field(default=0.1, ge=0, lt=1)
     """A larger share of samples that could not be graded stops the run."""
 

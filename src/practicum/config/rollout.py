@@ -1,4 +1,4 @@
-"""The `rollout` section: which engine writes the answers, where it lives, and what it may ask of tools meanwhile."""
+"""The `rollout` section: the engine that generates, its placement, and tools or an environment."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from practicum.types import SamplingParams
 
 class VllmConfig(Section):
     python: str | None = Field(default=None, min_length=1)
-    """The Python of the environment that vLLM is installed in. None: this one."""
+    """The Python of the environment in which vLLM is installed. None: this one."""
     in_process: bool = False
-    """Whether vLLM runs in the rollout worker's own process, which takes one environment for both. Otherwise it is a
-    server that the worker starts."""
+    """Run vLLM in the rollout worker's own process, which needs one environment for both. Otherwise the worker starts a
+    server."""
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs that share one copy of the model."""
     options: dict[str, Any] = Field(default={})
-    """More of vLLM's own engine options, by the names of its command line with underscores."""
+    """Further engine options of vLLM, by the names of its command line with underscores."""
 
     @model_validator(mode="after")
     def _one_process(self) -> Self:
@@ -50,14 +50,14 @@ class AgentConfig(Section):
     environment: str | None = Field(default=None, min_length=1)
     """A class of yours that answers the model's turns: path/to/file.py:Name or package.module:Name."""
     call_format: Literal["hermes", "plain"] = "hermes"
-    """How the model writes a call. hermes: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>. plain:
-    [add: 1, 2], the name left out where there is only one tool."""
+    """The format in which the model calls a tool. hermes: <tool_call>{"name": "add", "arguments": {"a":
+    1}}</tool_call>. plain: [add: 1, 2], the name left out where there is only one tool."""
     max_turns: int = Field(default=8, ge=1)
     """Turns of the model in one conversation."""
     max_turn_tokens: int | None = Field(default=None, ge=1)
     """Longest turn of the model. None: only rollout.max_new_tokens counts, for the conversation as a whole."""
     tool_timeout_s: float = Field(default=10.0, gt=0)
-    """How long a call to a tool or an environment may take; then the model is told that it took too long."""
+    """The time a call to a tool or an environment may take; then the model reads that it took too long."""
 
     @property
     def is_set(self) -> bool:
@@ -72,17 +72,17 @@ class AgentConfig(Section):
 
 class RolloutConfig(Section):
     engine: Literal["native", "hf", "vllm", "openai"] = "native"
-    """native: ours, with continuous batching. hf: transformers' own generate. vllm: vLLM. openai: any server that
-    speaks the completions protocol."""
+    """native: Practicum's own, with continuous batching. hf: transformers' generate. vllm: vLLM. openai: any server
+    that speaks the completions protocol."""
     placement: Literal["hybrid", "colocated", "standalone"] = "hybrid"
-    """hybrid: in the trainer's processes, with its weights. colocated: on the trainer's places in processes of its own,
-    taking turns. standalone: on places of its own."""
+    """hybrid: in the trainer's processes, with its weights. colocated: on the trainer's devices in processes of its
+    own, taking turns. standalone: on devices of its own."""
     replicas: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """Copies of the engine outside of hybrid placement. auto: as many as the places hold."""
+    """Copies of the engine outside of hybrid placement. auto: as many as the devices hold."""
     answers_per_prompt: int = Field(default=8, ge=1)
     """Answers sampled to each question; GRPO compares them with each other."""
     max_new_tokens: int = Field(default=256, ge=1)
-    """Longest answer; a longer one is cut off."""
+    """Longest answer; a longer one is truncated."""
     temperature: float = Field(default=1.0, gt=0)
     """Logits are divided by it, in rollout and training alike."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -92,20 +92,20 @@ class RolloutConfig(Section):
     stop: tuple[str, ...] = ()
     """Texts that end an answer; they stay in it."""
     max_batch: int = Field(default=512, ge=1)
-    """Answers one worker writes at a time."""
+    """Answers that one worker generates at a time."""
     cache_gb: float | None = Field(default=None, gt=0)
     """Memory for keys and values of the native engine on each worker. None: a third of what is free."""
     partial: bool = False
-    """Whether answers under way are broken off for new weights and gone on with under them. Otherwise no answer mixes
-    versions: new weights wait until those under way are finished."""
+    """Partial rollout: answers under way are aborted for new weights and resumed under them. Otherwise no answer mixes
+    versions: new weights wait until answers under way are finished."""
     enable_rollout_routing_replay: bool | None = None
     """Another name of actor.router_replay.mode=R3, which turns on both ends by itself. None: as the mode says."""
     agent: AgentConfig = AgentConfig()
     """Several turns with tools or an environment."""
     vllm: VllmConfig = VllmConfig()
-    """Of the vllm engine."""
+    """Settings of the vllm engine."""
     openai: OpenAIConfig = OpenAIConfig()
-    """Of the openai engine."""
+    """Settings of the openai engine."""
 
     @property
     def sampling(self) -> SamplingParams:

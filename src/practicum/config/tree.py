@@ -29,7 +29,7 @@ class ModelConfig(Section):
     path: str = Field(min_length=1)
     """A local folder with a transformers model and its tokenizer, or a hub name."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What forward passes compute in, in rollout and training alike. Master weights are always float32."""
+    """The dtype of forward passes, in rollout and training alike. Master weights are always float32."""
 
 
 class DataConfig(Section):
@@ -38,7 +38,7 @@ class DataConfig(Section):
     validation: str | None = None
     """The same, for held-out prompts. Without it nothing is validated."""
     prompts_per_step: int = Field(default=32, ge=1)
-    """Questions asked in each step."""
+    """Prompts in each step."""
     prompt_key: str = "prompt"
     """Field with the question: a string, or a list of {role, content} messages."""
     answer_key: str = "answer"
@@ -46,14 +46,14 @@ class DataConfig(Section):
     max_prompt_tokens: int = Field(default=512, ge=1)
     """Longest prompt, chat template included."""
     overlong: Literal["drop", "error"] = "drop"
-    """What to do with longer prompts: drop and count them, or stop with an error that names the first."""
+    """drop: leave out longer prompts and count them. error: stop with an error that names the first."""
 
 
 class ValidationConfig(Section):
     every: int = Field(default=0, ge=0)
     """Steps between validations; 0 validates only before the first and after the last step."""
     temperature: float = Field(default=1.0, ge=0)
-    """Of the answers to held-out prompts; 0 is greedy."""
+    """The temperature of answers to held-out prompts; 0 is greedy."""
     answers_per_prompt: int = Field(default=1, ge=1)
     """Answers to each held-out prompt; the accuracy is their mean score. With several there are pass@k and maj@k for
     k = 1, 2, 4, ... up to this."""
@@ -67,16 +67,16 @@ class TrainerConfig(Section):
     steps: int = Field(default=100, ge=1)
     """Length of the run."""
     num_workers: int = Field(default=1, ge=1)
-    """Processes that hold the model, sharded over them; each writes its share of the answers."""
+    """Processes that hold the model, sharded over them; in hybrid placement each generates its share of the answers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPU where there is one."""
     threads_per_worker: int | None = Field(default=None, ge=1)
     """CPU threads of each worker. None divides the machine's cores evenly."""
     staleness: int = Field(default=0, ge=0)
-    """How many versions of the weights the rollout may be behind, so that the batches of as many later steps are
-    written and graded while the learners learn. 0: all that a step learns from is written with its own weights."""
+    """The number of weight versions that rollout may be behind: the batches of as many later steps are generated and
+    graded while the learners learn. 0: a step learns only from answers of its own weights."""
     seed: int = Field(default=0, ge=0)
-    """Decides the order of the prompts and every sampled token."""
+    """The seed of the order of prompts and of every sampled token."""
     run_dir: str = Field(default="runs/latest", min_length=1)
     """Folder for everything the run leaves behind."""
     checkpoint_every: int = Field(default=25, ge=0)
@@ -99,32 +99,32 @@ class ControllerConfig(Section):
     address: str | None = None
     """Address of a running Ray cluster. None takes RAY_ADDRESS, or else starts Ray on this machine for the run."""
     start_timeout_s: float = Field(default=300.0, gt=0)
-    """How long the workers may take to come up."""
+    """The time the workers may take to start."""
     call_timeout_s: float = Field(default=1800.0, gt=0)
-    """How long one call to the workers may take, such as the rollout of a step."""
+    """The time one call to the workers may take, such as the rollout of a step."""
 
 
 class Config(Section):
     model: ModelConfig
     """The model to train."""
     data: DataConfig
-    """What it practises on."""
+    """The prompts."""
     reward: RewardConfig
-    """How its answers are graded. Set exactly one of grader, function and terms."""
+    """The graders. Set exactly one of grader, function and terms."""
     rollout: RolloutConfig = RolloutConfig()
-    """How answers are written."""
+    """Generation of answers."""
     validation: ValidationConfig = ValidationConfig()
-    """Measuring on held-out prompts."""
+    """Evaluation on held-out prompts."""
     actor: ActorConfig = ActorConfig()
-    """How it learns."""
+    """The policy that learns."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """What it learns from the rewards; docs/algorithms.md helps to choose."""
+    """The algorithm; docs/algorithms.md helps to choose."""
     critic: CriticConfig = CriticConfig()
-    """The model that says what answers are going to be worth, with algorithm.advantage=gae."""
+    """The value model, with algorithm.advantage=gae."""
     trainer: TrainerConfig = TrainerConfig()
     """The run as a whole."""
     controller: ControllerConfig = ControllerConfig()
-    """Where the workers live."""
+    """Ray or this process."""
     resume: Literal["never", "auto"] = "never"
     """auto continues from the newest checkpoint in the run folder; never refuses a folder that holds a run."""
 
@@ -158,7 +158,7 @@ class Config(Section):
 
     @property
     def record_file(self) -> str | None:
-        """Where chosen experts are recorded, if they are."""
+        """The file that records routed experts, if any."""
         replay = self.actor.router_replay
         if replay.mode == "R2" and replay.replay_file is None:
             return replay.record_file or str(Path(self.trainer.run_dir) / "routes.rec")
@@ -174,7 +174,7 @@ class Config(Section):
 
     @property
     def num_updates(self) -> int:
-        """Of the actor's, in the whole run."""
+        """The number of the actor's optimizer updates in the whole run."""
         return (self.trainer.steps - self.critic.warmup_steps) * self.actor.mini_batches * self.actor.epochs
 
     @property
@@ -192,7 +192,7 @@ class Config(Section):
 
     @property
     def _take_all_that_is_free(self) -> bool:
-        """Whether two kinds of replicas would each."""
+        """Whether two kinds of replicas would each take all free devices."""
         model, rollout = self.reward.model, self.rollout
         if model is None or not model.placement == rollout.placement == "standalone":
             return False
@@ -200,7 +200,7 @@ class Config(Section):
 
     @property
     def placements(self) -> dict[str, str]:
-        """By key, of the models beside the actor's; hybrid where there is none."""
+        """The placement of the models beside the actor, by key; hybrid where there is no such model."""
         return {"critic.placement": self.critic.placement, "algorithm.kl.placement": self.algorithm.kl.placement}
 
     def changes_from(self, other: Config) -> list[str]:
@@ -345,7 +345,7 @@ def _with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
 
 
 def _is_text(key: str) -> bool:
-    """Whether the key holds a string, which an override gives as it is: `a #2` is no YAML comment there."""
+    """Return whether the key holds a string, which an override gives as it is: `a #2` is no YAML comment there."""
     model: Any = Config
     for part in key.split("."):
         field = getattr(model, "model_fields", {}).get(part)

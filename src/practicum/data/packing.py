@@ -1,4 +1,4 @@
-"""From samples of many lengths to micro-batches of few, full rows.
+"""Packing of samples of many lengths into micro-batches of few, full rows.
 
     plan_micro_batches   which samples go into which micro-batch of which rank: balanced, the same number for each rank
     pack                 one micro-batch: samples laid end to end in rows, with positions that restart at each sample
@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from practicum.types import TrainingSample
+from practicum.types import Sample
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], num_ranks: int, max_tokens: int, share_rows: bool = True
+    lengths: Sequence[int], num_ranks: int, max_tokens: int, packing: bool = True
 ) -> list[list[list[int]]]:
     """Indices by rank and micro-batch: about the fewest that, packed, stay within `max_tokens`, evenly filled.
 
@@ -33,7 +33,7 @@ def plan_micro_batches(
 
     def fits(per_rank: int) -> bool:
         bins = _spread(lengths, per_rank * num_ranks)
-        return all(_packed_tokens([lengths[i] for i in members], share_rows) <= max_tokens for members in bins)
+        return all(_packed_tokens([lengths[i] for i in members], packing) <= max_tokens for members in bins)
 
     # The fewest that fit, between as many as the bare tokens need and one for each sample.
     fewest, most = max(1, -(-sum(lengths) // (max_tokens * num_ranks))), -(-len(lengths) // num_ranks)
@@ -53,13 +53,13 @@ def _spread(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     return [sorted(members) for members in bins]
 
 
-def _packed_tokens(lengths: Sequence[int], share_rows: bool) -> int:
-    return len(fill_rows(lengths, share_rows)) * max(lengths, default=0)
+def _packed_tokens(lengths: Sequence[int], packing: bool) -> int:
+    return len(fill_rows(lengths, packing)) * max(lengths, default=0)
 
 
-def fill_rows(lengths: Sequence[int], share_rows: bool = True) -> list[list[int]]:
+def fill_rows(lengths: Sequence[int], packing: bool = True) -> list[list[int]]:
     """Indices of the sequences of each row; no row is longer than the longest sequence. Best fit, longest first."""
-    if not share_rows:
+    if not packing:
         return [[index] for index in range(len(lengths))]
     width = max(lengths, default=0)
     rows: list[list[int]] = []
@@ -88,9 +88,9 @@ class MicroBatch:
     targets: NDArray[np.int64]  # [learnt] the token there
     sequences: NDArray[np.int64]  # [learnt] the index of its sample
     rollout_log_probs: NDArray[np.float32]  # [learnt]
-    advantages: NDArray[np.float32]  # [learnt]
-    ages: NDArray[np.int32]  # [learnt]
-    reference_log_probs: NDArray[np.float32] | None = None  # [learnt]; where samples have them, as the next two
+    staleness: NDArray[np.int32] | None = None  # [learnt], where the step is known
+    reference_log_probs: NDArray[np.float32] | None = None  # [learnt]; where samples have them, as the next three
+    advantages: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None
     returns: NDArray[np.float32] | None = None
 
@@ -100,23 +100,24 @@ class MicroBatch:
         return np.bincount(self.sequences, minlength=len(self.starts))
 
 
-def pack(samples: Sequence[TrainingSample], share_rows: bool = True, pad_id: int = 0) -> MicroBatch:
+def pack(samples: Sequence[Sample], packing: bool = True, *, step: int | None = None, pad_id: int = 0) -> MicroBatch:
     """Lay samples out for one forward pass. Learnt tokens are in the order of the samples given.
 
-    Several samples share a row unless `share_rows` is off, for models that cannot keep them apart.
+    Several samples share a row unless `packing` is off, for models that do not support it. With `step`, the step that
+    learns from the samples, their staleness is given too.
 
     Without samples there is one row of one pad token and nothing learnt: it costs next to nothing and keeps a rank in
     step with the others.
     """
-    rows = fill_rows([item.sample.num_tokens for item in samples], share_rows) or [[]]
-    width = max((item.sample.num_tokens for item in samples), default=1)
+    rows = fill_rows([sample.num_tokens for sample in samples], packing) or [[]]
+    width = max((sample.num_tokens for sample in samples), default=1)
     input_ids = np.full((len(rows), width), pad_id, dtype=np.int64)
     position_ids = np.zeros((len(rows), width), dtype=np.int64)
     starts = [0] * len(samples)
     for row, members in enumerate(rows):
         column = 0
         for index in members:
-            sample = samples[index].sample
+            sample = samples[index]
             split, end = column + len(sample.prompt_ids), column + sample.num_tokens
             input_ids[row, column:split] = sample.prompt_ids
             input_ids[row, split:end] = sample.token_ids
@@ -124,33 +125,33 @@ def pack(samples: Sequence[TrainingSample], share_rows: bool = True, pad_id: int
             starts[index] = row * width + column
             column = end
         # Padding is one more sample in a shared row, and the rest of the only one in a row of its own.
-        position_ids[row, column:] = np.arange(width - column) + (0 if share_rows else column)
-    learnt = [np.flatnonzero(item.sample.loss_mask) for item in samples]
+        position_ids[row, column:] = np.arange(width - column) + (0 if packing else column)
+    learnt = [np.flatnonzero(sample.loss_mask) for sample in samples]
 
     def per_token(parts: Iterable[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
         chosen = [part[at] for part, at in zip(parts, learnt, strict=True)]
         return np.concatenate([np.empty(0, dtype), *chosen]).astype(dtype)
 
-    def told(parts: list[NDArray[np.float32] | None]) -> NDArray[np.float32] | None:
-        there = [part for part in parts if part is not None]
-        assert len(there) in (0, len(parts)), "all samples of a micro-batch have it, or none"
-        return per_token(there, np.float32) if len(there) == len(parts) else None
+    def filled_in(name: str) -> NDArray[np.float32] | None:
+        there = [part for sample in samples if (part := getattr(sample, name)) is not None]
+        assert len(there) in (0, len(samples)), f"all samples of a micro-batch have {name}, or none"
+        return per_token(there, np.float32) if len(there) == len(samples) else None
 
     before = (
-        start + len(s.sample.prompt_ids) - 1 + np.arange(len(s.sample.token_ids))
-        for start, s in zip(starts, samples, strict=True)
+        start + len(sample.prompt_ids) - 1 + np.arange(len(sample.token_ids))
+        for start, sample in zip(starts, samples, strict=True)
     )
     return MicroBatch(
         input_ids=input_ids,
         starts=np.array(starts, np.int64),
         position_ids=position_ids,
         predict_at=per_token(before, np.int64),
-        targets=per_token((s.sample.token_ids for s in samples), np.int64),
+        targets=per_token((sample.token_ids for sample in samples), np.int64),
         sequences=np.repeat(np.arange(len(samples)), [len(at) for at in learnt]),
-        rollout_log_probs=per_token((s.sample.log_probs for s in samples), np.float32),
-        advantages=per_token((s.advantages for s in samples), np.float32),
-        ages=per_token((s.ages for s in samples), np.int32),
-        reference_log_probs=told([s.reference_log_probs for s in samples]),
-        values=told([s.values for s in samples]),
-        returns=told([s.returns for s in samples]),
+        rollout_log_probs=per_token((sample.log_probs for sample in samples), np.float32),
+        staleness=None if step is None else per_token((sample.staleness(step) for sample in samples), np.int32),
+        reference_log_probs=filled_in("reference_log_probs"),
+        advantages=filled_in("advantages"),
+        values=filled_in("values"),
+        returns=filled_in("returns"),
     )

@@ -45,7 +45,7 @@ def all_problems(seed: int, num_held_out: int) -> tuple[list[Problem], list[Prob
 
 
 def write_problems(path: Path, problems: Sequence[Problem]) -> None:
-    """As a prompt file, the same as anyone's own."""
+    """Write a prompt file, the same as anyone's own."""
     with path.open("w") as file:
         for problem in problems:
             message = {"role": "user", "content": problem.question}

@@ -1,4 +1,4 @@
-"""What a config amounts to, worked out without starting anything: placement, batch algebra, memory."""
+"""A config explained without starting anything: placement, batch algebra, memory."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from practicum.adapters import count_learnt, find_targets
 from practicum.config import Config
+from practicum.loop.placement import rollout_problems
 from practicum.loop.settings import lora_settings, reference_path, sent_adapters
 from practicum.loop.trainer import Trainer
-from practicum.loop.writers import writer_problems
 from practicum.models import count_weights, empty_model, load_config, num_cores, resolve_device
 from practicum.replay import router_shape
 
@@ -18,10 +18,10 @@ _FLOAT32 = 4
 
 
 def explanation(config: Config) -> str:
-    """The resolved config and what follows from it, as text. Model, data and reward are looked up and checked; what
-    would keep the run from starting comes last, where a terminal shows it."""
-    trainer = Trainer(config, checks_writers=False)
-    problems = writer_problems(config)
+    """Return the resolved config and what follows from it, as text. Model, data and reward are looked up and checked;
+    what would keep the run from starting comes last, where a terminal shows it."""
+    trainer = Trainer(config, checks_rollout=False)
+    problems = rollout_problems(config)
     sections = [
         ("config", config.to_yaml().rstrip()),
         ("placement", _placement(config)),
@@ -39,8 +39,8 @@ def explanation(config: Config) -> str:
 def _placement(config: Config) -> str:
     if config.controller.backend == "local":
         how = "with the actor's weights" if config.rollout.placement == "hybrid" else "with weights of its own"
-        writer = f"rollout ({config.rollout.placement}, {config.rollout.engine}, {how})"
-        return f"this process: {' + '.join([*_fused(config), writer])}, graders; no Ray, for a debugger"
+        rollout = f"rollout ({config.rollout.placement}, {config.rollout.engine}, {how})"
+        return f"this process: {' + '.join([*_fused(config), rollout])}, graders; no Ray, for a debugger"
     workers, device = config.trainer.num_workers, resolve_device(config.trainer.device).type
     where = f"joined at {config.controller.address}" if config.controller.address else "started on this machine"
     threads = config.trainer.threads_per_worker or max(1, num_cores() // workers)
@@ -50,7 +50,7 @@ def _placement(config: Config) -> str:
             + (" and 1 GPU" if device == "cuda" else ""),
             f"learners: {workers} x {_learner(config)}, {device}, {threads} thread(s) each",
             *_apart(config),
-            *_writers(config, device),
+            *_rollout(config, device),
             f"graders:  {workers} x reward worker, in the same pool, CPU",
             *_models(config),
         ]
@@ -63,7 +63,7 @@ def _learner(config: Config) -> str:
 
 
 def _beside_actors(config: Config) -> dict[str, str]:
-    """The roles that there are, and where."""
+    """Return the placement of the critic and the reference, as far as there are any."""
     critics = {"critic": config.critic.placement} if config.algorithm.needs_critic else {}
     references = {"reference": config.algorithm.kl.placement} if reference_path(config) is not None else {}
     return {**critics, **references}
@@ -81,14 +81,14 @@ def _apart(config: Config) -> list[str]:
     ]
 
 
-def _writers(config: Config, device: str) -> list[str]:
+def _rollout(config: Config, device: str) -> list[str]:
     rollout = config.rollout
     if rollout.placement == "hybrid":
-        return [f"writers:  in the learners' processes, with their weights: one {rollout.engine} engine in each"]
+        return [f"rollout:  in the learners' processes, with their weights: one {rollout.engine} engine in each"]
     if rollout.engine == "openai":
         router = "; a router in front" if len(rollout.openai.servers) > 1 else ""
         return [
-            f"writers:  servers at {', '.join(rollout.openai.servers)}, asked by one process beside the pool{router}"
+            f"rollout:  servers at {', '.join(rollout.openai.servers)}, asked by one process beside the pool{router}"
         ]
     num = str(rollout.replicas)
     if rollout.replicas == "auto":
@@ -99,16 +99,16 @@ def _writers(config: Config, device: str) -> list[str]:
     where = "in the same pool, asleep while the learners learn"
     if rollout.placement == "standalone":
         where = "on places of their own beside the pool"
-    return [f"writers:  {num} x {rollout.engine} engine{each}, {where}; weights come by a channel"]
+    return [f"rollout:  {num} x {rollout.engine} engine{each}, {where}; weights come by a channel"]
 
 
 def _overlap(config: Config) -> str:
     k, kind, placement = config.trainer.staleness, config.algorithm.correction.kind, config.rollout.placement
-    turns = f"{placement} writers take turns with the learners, and grading goes on meanwhile"
-    how = "writing, grading and learning go on at once" if placement == "standalone" else turns
+    turns = f"{placement} rollout takes turns with the learners, and grading goes on meanwhile"
+    how = "rollout, grading and learning go on at once" if placement == "standalone" else turns
     return (
         f"the batches of {k} later step{'s' if k > 1 else ''} are made while a step learns: {how}\n"
-        f"no token is older than {k} update{'s' if k > 1 else ''}; importance weights are {kind}"
+        f"no token is staler than {k} update{'s' if k > 1 else ''}; importance weights are {kind}"
     )
 
 
@@ -158,7 +158,7 @@ def _adapters(config: Config) -> str:
 
 
 def _learnt_memory(config: Config, num_parameters: int) -> dict[str, float]:
-    """Weights, gradients and optimizer of the actor, and the reference."""
+    """Return the bytes of the actor's weights, gradients and optimizer, and of the reference, by name."""
     workers, settings = config.trainer.num_workers, lora_settings(config)
     has_reference = reference_path(config) is not None and config.algorithm.kl.placement != "standalone"
     frozen = {f"reference, frozen ({num_parameters:,} parameters / {workers})": 4 * num_parameters / workers}
@@ -175,7 +175,8 @@ def _learnt_memory(config: Config, num_parameters: int) -> dict[str, float]:
 
 
 def _memory(config: Config) -> str:
-    """Weights, optimizer and caches exactly; activations by the usual count of saved tensors per layer."""
+    """Return an estimate: weights, optimizer and caches exactly, activations by the usual count of saved tensors per
+    layer."""
     hf = load_config(config.model.path)
     text: Any = hf.get_text_config()
     num_parameters = count_parameters(hf)
@@ -183,10 +184,10 @@ def _memory(config: Config) -> str:
     compute_bytes = 2 if config.model.dtype == "bfloat16" else _FLOAT32
     is_hybrid = config.rollout.placement == "hybrid"
     shared = is_hybrid and workers == 1 and config.model.dtype == "float32" and config.actor.lora is None
-    writers = workers if is_hybrid or config.rollout.replicas == "auto" else config.rollout.replicas
+    engines = workers if is_hybrid or config.rollout.replicas == "auto" else config.rollout.replicas
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    at_once = min(config.rollout.max_batch, -(-config.samples_per_step // writers))
+    at_once = min(config.rollout.max_batch, -(-config.samples_per_step // engines))
     micro = min(config.actor.micro_batch_tokens, config.samples_per_step * config.max_sequence_tokens)
     learnt = micro * config.rollout.max_new_tokens // config.max_sequence_tokens
     more = {}
@@ -205,12 +206,15 @@ def _memory(config: Config) -> str:
             2 * at_once * config.max_sequence_tokens * text.num_hidden_layers * kv_heads * head_dim * compute_bytes
         ),
         f"activations ({micro:,} tokens a micro-batch)": micro * layers_kept * text.hidden_size * 16 * compute_bytes,
-        f"logits ({learnt:,} learnt tokens x {text.vocab_size:,} words)": 4 * learnt * text.vocab_size * _FLOAT32,
+        f"logits ({learnt:,} learnt tokens x {text.vocab_size:,} of the vocabulary)": 4
+        * learnt
+        * text.vocab_size
+        * _FLOAT32,
     }
     rows = [f"{size / _GIB:9.3f} GiB  {name}" for name, size in parts.items()]
     return "\n".join([*rows, f"{sum(parts.values()) / _GIB:9.3f} GiB  in all, if everything peaked at once"])
 
 
 def count_parameters(hf_config: Any) -> int:
-    """Of the model a transformers config describes, without its memory."""
+    """Return the number of parameters of the model that a transformers config describes; allocates nothing."""
     return count_weights(hf_config, classifier=False)

@@ -1,14 +1,14 @@
-"""The roles that learn and those they look to, and what each gets of a step.
+"""The roles that learn and those they are compared with, and what each does in a step.
 
     reference log-probs, values ─▶ (advantages) ─▶ critic: values towards returns ─▶ actor: policy towards advantages
 
-All are given the same mini-batches, dealt out to ranks and micro-batches.
+All are given the same mini-batches, split over ranks and micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from practicum.algo import AdaptiveKL
 from practicum.config import Config
 from practicum.controller import WorkerGroup
 from practicum.data import plan_micro_batches
-from practicum.loop.advantages import Batch, variance_explained
+from practicum.loop.advantages import Learnable, variance_explained
 from practicum.loop.metrics import critic_metrics, update_metrics
 from practicum.train import (
     ActorWorker,
@@ -37,51 +37,52 @@ class LearningGroups:
 
     actors: WorkerGroup[ActorWorker]
     critics: WorkerGroup[CriticWorker] | None
-    references: WorkerGroup[ReferenceWorker] | None
-    """None where there is none, or where it is the actor without its adapters."""
+    references: WorkerGroup[ReferenceWorker] | None  # None too where it is the actor without its adapters
 
 
 class Learners:
     def __init__(self, config: Config, groups: LearningGroups) -> None:
         self._config = config
         self._actors, self._critics, self._references = groups.actors, groups.critics, groups.references
-        self.share_rows = self._actors.execute_rank_zero(ActorWorker.shares_rows)
+        self.support_packing = self._actors.execute_rank_zero(ActorWorker.supports_packing)
         if self._critics is not None:
-            self.share_rows &= self._critics.execute_rank_zero(CriticWorker.shares_rows)
+            self.support_packing &= self._critics.execute_rank_zero(CriticWorker.supports_packing)
         if self._references is not None:
-            self.share_rows &= self._references.execute_rank_zero(ReferenceWorker.shares_rows)
+            self.support_packing &= self._references.execute_rank_zero(ReferenceWorker.supports_packing)
         kl = config.algorithm.kl
         self._kl = AdaptiveKL(kl.coefficient, kl.target) if kl.target is not None else None
 
     @property
     def kl_coefficient(self) -> float:
-        """As it stands."""
+        """The coefficient as it stands."""
         return self._config.algorithm.kl.coefficient if self._kl is None else self._kl.coefficient
 
-    def look(self, batch: Batch, groups: NDArray[np.int64]) -> Batch:
-        """Samples with what models that are not learning have to say of them, where the algorithm wants it."""
+    async def add_reference_and_values(self, learnt: Learnable) -> None:
+        """Fill in reference log-probs and the critic's values, where the algorithm wants them."""
+        samples = {sample.id: sample for own in learnt for sample in own}
         if self._config.algorithm.kl.coefficient > 0:
-            said = _joined(self._reference_log_probs(self._shared_out(batch, groups)))
-            batch = [item and replace(item, reference_log_probs=said[item.place]) for item in batch]
+            for name, array in (await _joined(self._reference_log_probs(self._mini_batches(learnt)))).items():
+                samples[name].reference_log_probs = array
         if self._critics is not None:
-            said = _joined(self._critics.map(CriticWorker.values, self._shared_out(batch, groups)))
-            batch = [item and replace(item, values=said[item.place]) for item in batch]
-        return batch
+            values = self._critics.map_async(CriticWorker.values, self._mini_batches(learnt))
+            for name, array in (await _joined(values)).items():
+                samples[name].values = array
 
-    def _reference_log_probs(self, shared: list[list[MiniBatch]]) -> list[dict[int, NDArray[np.float32]]]:
+    def _reference_log_probs(self, ranks: list[list[MiniBatch]]) -> Awaitable[list[dict[str, NDArray[np.float32]]]]:
         if self._references is None:
-            return self._actors.map(ActorWorker.base_log_probs, shared)
-        return self._references.map(ReferenceWorker.log_probs, shared)
+            return self._actors.map_async(ActorWorker.base_log_probs, ranks)
+        return self._references.map_async(ReferenceWorker.log_probs, ranks)
 
-    def learn(self, number: int, batch: Batch, groups: NDArray[np.int64]) -> dict[str, float]:
-        """One step's updates, and their metrics."""
-        shared = self._shared_out(batch, groups)
+    async def update(self, step: int, learnt: Learnable) -> dict[str, float]:
+        """Make the updates of a step; return their metrics."""
+        ranks = self._mini_batches(learnt)
         metrics: dict[str, float] = {}
         if self._critics is not None:
-            learnt = CriticStats.combined(self._critics.map(CriticWorker.update, shared))
-            metrics |= critic_metrics(learnt, variance_explained(batch))
-        coefficient, learns = self.kl_coefficient, number > self._config.critic.warmup_steps
-        stats = UpdateStats.combined(self._actors.map(ActorWorker.update, shared, number, coefficient, learns))
+            critic = CriticStats.combined(await self._critics.map_async(CriticWorker.update, ranks))
+            metrics |= critic_metrics(critic, variance_explained(learnt))
+        coefficient, learns = self.kl_coefficient, step > self._config.critic.warmup_steps
+        actor = await self._actors.map_async(ActorWorker.update, ranks, step, coefficient, learns)
+        stats = UpdateStats.combined(actor)
         metrics |= update_metrics(stats)
         if stats.reference_kl is not None:
             metrics |= {"actor/kl_coefficient": coefficient}
@@ -89,41 +90,42 @@ class Learners:
                 self._kl.update(stats.reference_kl / max(1, stats.num_tokens))
         return metrics
 
-    def begin_at(self, number: int) -> None:
-        """Which step comes first."""
-        self._actors.execute_all(ActorWorker.begin_at, number)
+    async def begin_at(self, step: int) -> None:
+        """Say which step comes first."""
+        await self._actors.execute_all_async(ActorWorker.begin_at, step)
 
-    def save(self, folder: Path) -> None:
-        self._actors.execute_all(ActorWorker.save, str(folder.resolve()))
+    async def save(self, folder: Path) -> None:
+        await self._actors.execute_all_async(ActorWorker.save, str(folder.resolve()))
         if self._critics is not None:
-            self._critics.execute_all(CriticWorker.save, str(folder.resolve()))
+            await self._critics.execute_all_async(CriticWorker.save, str(folder.resolve()))
 
-    def load(self, folder: Path, kl_coefficient: float | None) -> None:
-        """What `save` wrote, and the coefficient as it stood then."""
-        self._actors.execute_all(ActorWorker.load, str(folder.resolve()))
+    async def load(self, folder: Path, kl_coefficient: float | None) -> None:
+        """Restore what `save` wrote, and the coefficient as it stood then."""
+        await self._actors.execute_all_async(ActorWorker.load, str(folder.resolve()))
         if self._critics is not None:
-            self._critics.execute_all(CriticWorker.load, str(folder.resolve()))
+            await self._critics.execute_all_async(CriticWorker.load, str(folder.resolve()))
         if self._kl is not None and kl_coefficient is not None:
             self._kl.coefficient = kl_coefficient
 
-    def _shared_out(self, batch: Batch, groups: NDArray[np.int64]) -> list[list[MiniBatch]]:
-        """The mini-batches of each rank. Answers to one prompt stay in one mini-batch."""
-        config = self._config
-        actor, num_ranks = config.actor, config.trainer.num_workers
+    def _mini_batches(self, learnt: Learnable) -> list[list[MiniBatch]]:
+        """Return the mini-batches of each rank. The answers to one prompt stay in one mini-batch."""
+        config, actor = self._config, self._config.actor
         per_mini_batch = config.data.prompts_per_step // actor.mini_batches
         longest = config.algorithm.constant_tokens or config.rollout.max_new_tokens
-        ranks: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
-        for mini_batch in range(actor.mini_batches):
-            members = [s for s, g in zip(batch, groups, strict=True) if s and g // per_mini_batch == mini_batch]
-            if not members:
-                continue
-            totals = totals_of(members, longest)
-            lengths = [member.sample.num_tokens for member in members]
-            plans = plan_micro_batches(lengths, num_ranks, actor.micro_batch_tokens, self.share_rows)
+        groups = [own for own in learnt if own]
+        num_samples = sum(map(len, groups))
+        ranks: list[list[MiniBatch]] = [[] for _ in range(config.trainer.num_workers)]
+        for start in range(0, len(groups), per_mini_batch):
+            members = [sample for own in groups[start : start + per_mini_batch] for sample in own]
+            lengths = [sample.num_tokens for sample in members]
+            plans = plan_micro_batches(lengths, len(ranks), actor.micro_batch_tokens, self.support_packing)
             for rank, plan in enumerate(plans):
-                ranks[rank].append(MiniBatch([[members[i] for i in micro] for micro in plan], totals))
+                micro_batches = [[members[i] for i in micro] for micro in plan]
+                ranks[rank].append(MiniBatch(micro_batches, totals_of(members, longest), num_samples))
         return ranks
 
 
-def _joined(ranks: Iterable[Mapping[int, NDArray[np.float32]]]) -> dict[int, NDArray[np.float32]]:
-    return {place: array for rank in ranks for place, array in rank.items()}
+async def _joined(
+    ranks: Awaitable[list[dict[str, NDArray[np.float32]]]],
+) -> dict[str, NDArray[np.float32]]:
+    return {name: array for rank in await ranks for name, array in rank.items()}

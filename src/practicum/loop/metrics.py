@@ -1,9 +1,10 @@
-"""The numbers of a step, from what its phases returned. Names under `time/` vary from run to run; all others do not."""
+"""The metrics of a step. Names under `time/` vary from run to run; all others do not."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,14 +12,14 @@ import numpy as np
 
 from practicum.replay import ReplayStats
 from practicum.train import CriticStats, UpdateStats
-from practicum.types import Sample, Score, TrainingSample
+from practicum.types import Sample, Trajectory
 
 PHASE_SHARE = "time/share/"  # what follows is the name of a phase
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a step of the loop tells its caller."""
+    """The result of a step."""
 
     number: int
     num_steps: int
@@ -30,7 +31,7 @@ class StepReport:
 
     @property
     def kl(self) -> float:
-        """KL(rollout || trainer) per token: how far apart the two compute the same weights."""
+        """KL(rollout || trainer) per token."""
         return self.metrics["rollout/kl"]
 
     @property
@@ -39,7 +40,7 @@ class StepReport:
 
     @property
     def accuracy(self) -> float | None:
-        """Mean score on held-out prompts, in steps that validated."""
+        """The mean score on held-out prompts, in steps that validated."""
         return self.metrics.get("validation/accuracy")
 
 
@@ -50,7 +51,7 @@ class Stopwatch:
         self._start = time.perf_counter()
         self.seconds: dict[str, float] = {}
         self.besides: dict[str, float] = {}
-        """Figures of what went on beside the step, by their names as metrics."""
+        """Metrics of what went on beside the step, by name."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -64,7 +65,7 @@ class Stopwatch:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def metrics(self, num_tokens: int) -> dict[str, float]:
-        """Of a step that ends now: each phase and the rest, in seconds and as shares of the whole."""
+        """Return the phases of a step that ends now, and the rest, in seconds and as shares of the whole."""
         total = time.perf_counter() - self._start
         # What is left is the driver's own: everybody else waits for it. Phases that overlap may leave nothing.
         phases = {**self.seconds, "idle": max(0.0, total - sum(self.seconds.values()))}
@@ -77,9 +78,11 @@ class Stopwatch:
         }
 
 
-def rollout_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> dict[str, float]:
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the rewards and lengths of a step's answers."""
+    scores = [one.score for one in trajectories if one.score is not None]
     values = [score.value for score in scores if score.value is not None]
-    lengths = [int(sample.loss_mask.sum()) for sample in samples]  # without what tools and users said
+    lengths = [sum(sample.num_learnt for sample in one.samples) for one in trajectories]  # without what tools said
     parts: dict[str, list[float]] = {}
     for score in scores:
         for name, value in score.parts.items():
@@ -90,29 +93,37 @@ def rollout_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> dict[
         "reward/std": float(np.std(values)),
         "reward/failed_share": 1 - len(values) / len(scores),
         "rollout/answer_tokens": float(np.mean(lengths)),
-        "rollout/cut_off_share": float(np.mean([sample.finish_reason == "length" for sample in samples])),
+        "rollout/truncated_share": float(np.mean([one.last.finish_reason == "length" for one in trajectories])),
     }
 
 
-def age_metrics(batch: Iterable[TrainingSample | None]) -> dict[str, float]:
-    """Of the samples that are learnt from: by how many updates the weights of a sample's oldest token are older."""
-    ages = [int(own.max()) for item in batch if item and len(own := item.ages[item.sample.loss_mask])]
-    return {"age/mean": float(np.mean(ages)), "age/max": float(max(ages))} if ages else {}
+def staleness_metrics(step: int, learnt: Iterable[Iterable[Sample]]) -> dict[str, float]:
+    """Return by how many updates the weights that wrote a sample's oldest token are older than those that learn."""
+    found = [
+        int(own.max())
+        for samples in learnt
+        for sample in samples
+        if len(own := sample.staleness(step)[sample.loss_mask])
+    ]
+    return {"staleness/mean": float(np.mean(found)), "staleness/max": float(max(found))} if found else {}
 
 
-def conversation_metrics(counts: Mapping[str, int]) -> dict[str, float]:
-    """Of what tools and environments did between the model's turns."""
-    calls = {name: num for name, num in counts.items() if name.startswith("calls_")}
-    failed = sum(num for name, num in calls.items() if name != "calls_ok")
+def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return how many turns conversations had, and what tools and environments did between them."""
+    counts, num = Counter[str](), len(trajectories)
+    for trajectory in trajectories:
+        counts.update(trajectory.counts)
+    calls = {name: count for name, count in counts.items() if name.startswith("calls_")}
+    failed = sum(count for name, count in calls.items() if name != "calls_ok")
     return {
-        "agent/turns": counts.get("turns", 0) / max(1, counts.get("conversations", 0)),
-        "agent/calls": sum(calls.values()) / max(1, counts.get("conversations", 0)),
+        "agent/turns": counts["turns"] / max(1, num),
+        "agent/calls": sum(calls.values()) / max(1, num),
         "agent/failed_calls_share": failed / max(1, sum(calls.values())),
     }
 
 
 def replay_metrics(stats: ReplayStats) -> dict[str, float]:
-    """Of the routers: how often they would have chosen otherwise, and what replay changes."""
+    """Return how often live routers would have chosen otherwise, and what replay changes."""
     num_known = max(1, stats.num_known)
     found = {
         f"replay/disagreement/layer_{n}": d / num_known for n, d in zip(stats.layers, stats.differing, strict=True)
@@ -134,12 +145,12 @@ def update_metrics(stats: UpdateStats) -> dict[str, float]:
     found = {} if stats.replay is None else replay_metrics(stats.replay)
     if stats.reference_kl is not None:
         found["actor/reference_kl"] = stats.reference_kl / num_tokens
-    for age, figures in stats.ages.items():
+    for staleness, figures in stats.by_staleness.items():
         found |= {
-            f"age/share_{age}": figures.num_tokens / num_tokens,
-            f"age/kl_{age}": figures.kl / figures.num_tokens,
-            f"age/mean_weight_{age}": figures.weights.mean_weight,
-            f"age/max_weight_{age}": figures.weights.max_weight,
+            f"staleness/share_{staleness}": figures.num_tokens / num_tokens,
+            f"staleness/kl_{staleness}": figures.kl / figures.num_tokens,
+            f"staleness/mean_weight_{staleness}": figures.weights.mean_weight,
+            f"staleness/max_weight_{staleness}": figures.weights.max_weight,
         }
     if stats.correction is not None:
         found |= {
@@ -151,7 +162,7 @@ def update_metrics(stats: UpdateStats) -> dict[str, float]:
     return {
         **found,
         "rollout/kl": stats.rollout_kl / num_tokens,
-        "rollout/largest_gap": stats.rollout_gap,
+        "rollout/max_log_prob_diff": stats.rollout_gap,
         "actor/loss": stats.loss / num_tokens,
         "actor/entropy": stats.entropy / num_tokens,
         "actor/clipped_share": stats.clipped / num_tokens,
@@ -161,7 +172,8 @@ def update_metrics(stats: UpdateStats) -> dict[str, float]:
 
 
 def critic_metrics(stats: CriticStats, explained_variance: float | None) -> dict[str, float]:
-    """`explained_variance` is that of the values before the update; None where there was nothing to explain."""
+    """Return the critic's metrics. `explained_variance` is that of the values before the update, None where returns are
+    all equal."""
     num_tokens = max(1, stats.num_tokens)
     return {
         **({} if explained_variance is None else {"critic/explained_variance": explained_variance}),

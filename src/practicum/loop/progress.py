@@ -1,4 +1,4 @@
-"""What the person at the terminal sees: a live line on a terminal, plain lines elsewhere."""
+"""The display of a run: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAIN: dict[str, Any] = {"highlight": False, "soft_wrap": True}
 
 
 class Progress:
-    """Shows each step as it comes. `with Progress(console) as progress: progress.show(step)`."""
+    """A display that shows each step. `with Progress(console) as progress: progress.show(step)`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -74,7 +74,7 @@ class Progress:
 
 
 def print_ending(console: Console, run_dir: Path, summary: Summary, report: Path) -> None:
-    """Before and after, three answers side by side, and where the rest is."""
+    """Print accuracy before and after, three answers side by side, and where the rest is."""
     if summary.accuracy_before is not None and summary.accuracy_after is not None:
         console.print(
             f"held-out accuracy: {summary.accuracy_before:.3f} before, {summary.accuracy_after:.3f} after "

@@ -1,7 +1,8 @@
-"""What a run must know of recordings before anything is started: the one it repeats, and the one it goes on with."""
+"""Recordings of routed experts: checks before anything is started, and the samples of a step that is repeated."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from practicum.errors import ConfigError
 from practicum.loop.settings import recorded_shape
 from practicum.models import empty_model, load_config
 from practicum.replay import Recording, RecordingHeader, recording_header
+from practicum.types import Sample
 
 
 def check_recordings(config: Config, tokenizer: Any) -> None:
@@ -30,8 +32,8 @@ def check_recordings(config: Config, tokenizer: Any) -> None:
                 )
 
 
-def check_going_on(config: Config) -> None:
-    """For a run that is resumed: each worker goes on with a file of its own."""
+def check_resumed(config: Config) -> None:
+    """Raise where a resumed run cannot append to its recording: each worker appends to a file of its own."""
     if config.record_file is None or not Path(config.record_file).is_file():
         return
     with Recording(config.record_file, rank=0) as recording:
@@ -41,6 +43,17 @@ def check_going_on(config: Config) -> None:
             f"the run was recorded by {before} workers in {config.record_file}, and cannot be gone on with there by "
             f"{now}: set trainer.num_workers={before}, or name another actor.router_replay.record_file."
         )
+
+
+def groups_of(samples: Sequence[Sample], answers_per_prompt: int) -> list[list[Sample]]:
+    """Return recorded samples by their groups, in the order they have."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        _, group, *number = map(int, sample.id.split("/"))
+        if not number:  # recorded before there were groups: by its place in the step
+            group //= answers_per_prompt
+        groups.setdefault(group, []).append(sample)
+    return list(groups.values())
 
 
 def _check_repeated(config: Config, recording: Recording, header: RecordingHeader) -> None:

@@ -24,7 +24,7 @@ _MOST_COLUMNS = 200  # of a stacked chart: more are narrower than they can be se
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What to draw: a title, and for each line its label and the metric it shows."""
+    """A chart: a title, and for each line its label and the metric it shows."""
 
     title: str
     lines: tuple[tuple[str, str], ...]
@@ -48,7 +48,7 @@ CHARTS = (
 
 
 def _validation_charts(rows: Sequence[dict[str, Any]]) -> list[Chart]:
-    """Those of the figures that there are: they depend on the number of answers and on the datasets."""
+    """Return charts of the figures a run has: they depend on the number of answers and on the datasets."""
     names = list(dict.fromkeys(name for row in rows for name in row if name.startswith("validation/")))
     charts = []
     for figure, meaning in (("pass", "one of k answers is right"), ("maj", "the majority of k answers is right")):
@@ -96,7 +96,7 @@ def _facts(summary: Summary, best: Best | None) -> str:
 
 
 def _routing(rows: Sequence[dict[str, Any]]) -> str:
-    """By layer, what the live router would have chosen otherwise; and what the records take."""
+    """Return a table, by layer, of what the live router would have chosen otherwise, and the size of the records."""
     prefix = "replay/disagreement/layer_"
     found: dict[int, list[float]] = {}
     for row in rows:

@@ -21,14 +21,15 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from practicum.config import Config
 from practicum.errors import CheckpointError, ConfigError
-from practicum.types import Sample, Score
+from practicum.types import Prompt, Score, Trajectory
 
 SHOWN_VALIDATIONS = 20
 _BEST = "best.json"
@@ -45,7 +46,7 @@ _CANNOT_CHANGE = {
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Where a run stands after a step: all that is not in the model and the optimizer."""
+    """The state of a run after a step: all that is not in the model and the optimizer."""
 
     step: int
     data_position: int
@@ -75,7 +76,7 @@ class Checkpoint:
 
 
 class RunFolder:
-    """Opened by one process at a time; a second one is refused."""
+    """A run folder, opened by one process at a time; a second one is refused."""
 
     def __init__(self, config: Config) -> None:
         self.path = Path(config.trainer.run_dir)
@@ -98,7 +99,7 @@ class RunFolder:
         self._lock.close()
 
     def _prepare(self, config: Config) -> Checkpoint | None:
-        """The checkpoint to go on from, or None to start at the beginning."""
+        """Return the checkpoint to resume from, or None to start at the beginning."""
         saved = self.path / "config.yaml"
         # A run that never took a step, because it could not start, is nothing to protect.
         if config.resume == "never" and (self._checkpoints() or read_metrics(self.path)):
@@ -137,7 +138,7 @@ class RunFolder:
         write_durably(self.path / "metrics.jsonl", "".join(kept))
 
     def _find_best(self) -> None:
-        """Of the checkpoints that are there: a kill may have come before the mark, or the metric may be another now."""
+        """Find the best checkpoint: a kill may have come before the mark, or the metric may be another now."""
         there = {path.name for path in self._checkpoints()}
         for row in read_metrics(self.path):
             if checkpoint_name(row["step"]) in there and self.is_best(row):
@@ -145,7 +146,8 @@ class RunFolder:
         self._mark_best()
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
-        """Whether these are better than those of any checkpoint so far. Of equals the first is the best."""
+        """Return whether these are better than the metrics of any checkpoint so far. Of equals the first is the
+        best."""
         if self._best_by is None or self._best_by not in metrics:
             return False
         return self.best is None or metrics[self._best_by] > self.best.value
@@ -160,16 +162,17 @@ class RunFolder:
         else:
             (self.path / _BEST).unlink(missing_ok=True)
 
-    def save_checkpoint(
-        self, state: RunState, write: Callable[[Path], None], metrics: Mapping[str, float] | None = None
-    ) -> None:
-        """`write` fills a folder; it becomes the newest checkpoint once all of it is on disk. `metrics` of its step,
-        which must be on disk already, say whether it is the best."""
+    @contextmanager
+    def new_checkpoint(self, state: RunState, metrics: Mapping[str, float] | None = None) -> Iterator[Path]:
+        """Yield a folder to fill; it becomes the newest checkpoint at the end of the block, once all of it is on disk.
+
+        `metrics` of its step, which must be on disk already, say whether it is the best.
+        """
         name = checkpoint_name(state.step)
         hidden = self.path / "checkpoints" / f".{name}"
         final = self.path / "checkpoints" / name
         hidden.mkdir()
-        write(hidden)
+        yield hidden
         (hidden / "state.json").write_text(json.dumps(asdict(state)) + "\n")
         for path in [*hidden.rglob("*"), hidden]:
             _sync(path)
@@ -185,30 +188,35 @@ class RunFolder:
             gone = old.rename(old.with_name(f".{old.name}"))
             shutil.rmtree(gone)
 
-    def write_answers(self, step: int, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
+    def write_answers(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         blocks = [
-            f"--- {question(sample)}\nanswer: {sample.text}\nexpected: {sample.prompt.answer}\n"
-            f"score: {score.value if score.status == 'ok' else score.status} ({sample.finish_reason}, "
-            f"{len(sample.token_ids)} tokens)\n"
-            for sample, score in zip(samples, scores, strict=True)
+            f"--- {question(one.last.prompt)}\nanswer: {one.last.text}\nexpected: {one.last.prompt.answer}\n"
+            f"score: {_shown(one.score)} ({one.last.finish_reason}, {len(one.last.token_ids)} tokens)\n"
+            for one in trajectories
         ]
         (self.path / "answers" / f"step-{step:06d}.txt").write_text("\n".join(blocks))
 
-    def write_validation(
-        self, step: int, samples: Sequence[Sample], scores: Sequence[Score], right_above: float
-    ) -> None:
-        rows = [
-            {
-                "question": question(sample),
-                "expected": sample.prompt.answer,
-                "answer": sample.text,
-                "score": score.value,
-                "right": score.value is not None and score.value > right_above,
-            }
-            for sample, score in list(zip(samples, scores, strict=True))[:SHOWN_VALIDATIONS]
-        ]
+    def write_validation(self, step: int, trajectories: Sequence[Trajectory], right_above: float) -> None:
+        rows = []
+        for one in trajectories[:SHOWN_VALIDATIONS]:
+            value = None if one.score is None else one.score.value
+            rows.append(
+                {
+                    "question": question(one.last.prompt),
+                    "expected": one.last.prompt.answer,
+                    "answer": one.last.text,
+                    "score": value,
+                    "right": value is not None and value > right_above,
+                }
+            )
         lines = "".join(json.dumps(row, default=str) + "\n" for row in rows)
         write_durably(self.path / "validation" / f"step-{step:06d}.jsonl", lines)
+
+
+def _shown(score: Score | None) -> str:
+    if score is None:
+        return "not graded"
+    return str(score.value) if score.status == "ok" else score.status
 
 
 def checkpoint_name(step: int) -> str:
@@ -216,7 +224,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def read_best(run_dir: Path) -> Best | None:
-    """The checkpoint that a run has marked as its best, if it has."""
+    """Return the checkpoint that a run has marked as its best, if any."""
     path = run_dir / _BEST
     return Best(**json.loads(path.read_text())) if path.exists() else None
 
@@ -238,7 +246,7 @@ def lock_folder(path: Path) -> IO[str]:
 
 
 def _changes(saved: Path, config: Config) -> list[str]:
-    """What the config to go on with says differently from the one the run was started with."""
+    """Return how the config to resume with differs from the one the run was started with; refuse what cannot change."""
     try:
         before = Config.load(saved)
     except ConfigError as error:  # from a version with other keys
@@ -262,14 +270,13 @@ def _scale(config: Config) -> int | None:
     return None if config.actor.lora is None else config.actor.lora.scale_by
 
 
-def question(sample: Sample) -> str:
-    """A prompt as a person would quote it."""
-    prompt = sample.prompt
+def question(prompt: Prompt) -> str:
+    """Return a prompt as a person would quote it."""
     return prompt.text if prompt.messages is None else "\n".join(m.content for m in prompt.messages)  # type: ignore[return-value]
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """All whole lines of a run's metrics; a last line cut short by a kill is left out."""
+    """Return all whole lines of a run's metrics; a last line cut short by a kill is left out."""
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         return []
@@ -284,7 +291,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_validation(run_dir: Path, step: int) -> list[dict[str, Any]]:
-    """The questions and answers kept of a validation; none if there was none at that step."""
+    """Return the questions and answers kept of a validation; none if there was none at that step."""
     path = run_dir / "validation" / f"step-{step:06d}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -1,4 +1,4 @@
-"""What the roles that learn, and those beside them, need to know of the config."""
+"""The settings of the roles that learn and of those beside them, from the config."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def actor_settings(config: Config, model_path: str, device: str) -> ActorSetting
         temperature=config.rollout.temperature,
         objective=_objective(config.algorithm),
         replay=_replay_settings(config),
-        tells_ages=config.trainer.staleness > 0,
-        **_common(config, device),
+        measures_staleness=config.trainer.staleness > 0,
+        **_settings_of_learners(config, device),
     )
 
 
@@ -46,29 +46,30 @@ def critic_settings(config: Config, device: str) -> CriticSettings:
         weight_decay=critic.weight_decay,
         max_grad_norm=critic.max_grad_norm,
         value_clip=critic.value_clip,
-        **_common(config, device),
+        **_settings_of_learners(config, device),
     )
 
 
 def reference_settings(config: Config, device: str) -> ReferenceSettings | None:
-    """None where no model is needed for it."""
+    """Return the settings of the reference; None where it needs no model of its own."""
     path = reference_path(config)
     if path is None:
         return None
-    return ReferenceSettings(model_path=path, temperature=config.rollout.temperature, **_everyones(config, device))
+    return ReferenceSettings(
+        model_path=path, temperature=config.rollout.temperature, **_settings_of_all(config, device)
+    )
 
 
-def _common(config: Config, device: str) -> dict[str, Any]:
-    """To those that learn."""
+def _settings_of_learners(config: Config, device: str) -> dict[str, Any]:
     return {
         "seed": config.trainer.seed,
         "gradient_checkpointing": config.actor.gradient_checkpointing,
         "epochs": config.actor.epochs,
-        **_everyones(config, device),
+        **_settings_of_all(config, device),
     }
 
 
-def _everyones(config: Config, device: str) -> dict[str, Any]:
+def _settings_of_all(config: Config, device: str) -> dict[str, Any]:
     return {
         "device": device,
         "compute_dtype": config.model.dtype,
@@ -92,8 +93,8 @@ def _objective(algorithm: AlgorithmConfig) -> Objective:
 
 
 def reference_path(config: Config) -> str | None:
-    """The model that the run started from, also once it goes on from a checkpoint; unless another is named. None where
-    there is none, or where it is the actor without its adapters."""
+    """Return the model that the run started from, also once it is resumed from a checkpoint, unless another is named;
+    None where there is no reference, or where it is the actor without its adapters."""
     kl = config.algorithm.kl
     path, start = absolute(kl.reference or config.model.path), absolute(config.model.path)
     is_within = config.actor.lora is not None and path == start and kl.placement == "hybrid"
@@ -108,7 +109,7 @@ def lora_settings(config: Config) -> LoraSettings | None:
 
 
 def sent_adapters(config: Config) -> LoneAdapters | None:
-    """What engines must know of adapters that are sent alone; None where whole weights are."""
+    """Return what engines need for adapters that are sent alone; None where whole weights are sent."""
     settings = lora_settings(config)
     if settings is None or config.actor.lora is None or config.actor.lora.send == "merged":
         return None
@@ -116,14 +117,14 @@ def sent_adapters(config: Config) -> LoneAdapters | None:
 
 
 def check_lora(config: Config, model_config: Any) -> None:
-    """Raise where the adapters that are asked for cannot be had: before anything is started."""
+    """Raise where the model cannot have the adapters that are asked for: before anything is started."""
     settings = lora_settings(config)
     if settings is not None:
         find_targets(empty_model(model_config), settings)
 
 
 def recorded_shape(config: Config) -> dict[str, str]:
-    """What must be the same for a recording to be repeated."""
+    """Return the settings that must be the same for a recording to be replayed."""
     return {
         "data.prompts_per_step": str(config.data.prompts_per_step),
         "rollout.answers_per_prompt": str(config.rollout.answers_per_prompt),

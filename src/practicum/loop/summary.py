@@ -59,7 +59,7 @@ class Comparison:
 
 
 def comparisons(run_dir: Path, last_step: int) -> list[Comparison]:
-    """Held-out questions answered before and after, those that were learnt first."""
+    """Return held-out questions answered before and after, those that were learnt first."""
     after = {row["question"]: row for row in read_validation(run_dir, last_step)}
     first = [row for row in read_validation(run_dir, 0) if row["question"] in after]
     found = [_compared(row, after[row["question"]]) for row in first]

@@ -1,4 +1,4 @@
-"""Where the numbers of a step go: a file, TensorBoard, and W&B if it is asked for. The console is `progress.py`'s."""
+"""Trackers of metrics: a file, TensorBoard, and W&B if it is asked for. The console is `progress.py`'s."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""What the answers to held-out prompts say about a model: pure functions of their scores.
+"""The figures of held-out prompts: pure functions of their scores.
 
 Of n graded answers to a prompt, c of them right, each figure is the mean over all ways to draw k of them, exactly:
 
-    mean@n   mean score; drawing fewer changes nothing in it, so it is told once
+    mean@n   mean score; drawing fewer changes nothing in it, so it is reported once
     pass@k   whether one of the k is right: 1 - C(n - c, k) / C(n, k)   (Chen et al. 2021, arXiv 2107.03374)
     maj@k    whether the result that most of the k state is right; a tie is shared evenly (Wang et al. 2022, 2203.11171)
 
 and then the mean over prompts. Answers that could not be graded are not among the n. A prompt left with fewer than k
-has no figure at k; the share of such prompts is told as `too_few@k`.
+has no figure at k; the share of such prompts is reported as `too_few@k`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from practicum.config import Config
 from practicum.errors import ConfigError
-from practicum.types import Sample, Score
+from practicum.types import PromptGroup, Trajectory
 
 UNNAMED = "other"  # prompts without a data source, where others have one
 
@@ -37,32 +37,29 @@ class GradedAnswer:
     vote: str
 
 
-def graded_answer(sample: Sample, score: Score, right_above: float) -> GradedAnswer | None:
-    """None for one that could not be graded."""
-    if score.value is None:
+def graded_answer(trajectory: Trajectory, right_above: float) -> GradedAnswer | None:
+    """Return None for an answer that could not be graded."""
+    score = trajectory.score
+    if score is None or score.value is None:
         return None
-    return GradedAnswer(score.value, score.value > right_above, vote_of(sample, score))
-
-
-def vote_of(sample: Sample, score: Score) -> str:
-    """The result that an answer states: what its grader read, or else its text after any thinking."""
-    stated = sample.text.rpartition("</think>")[2] if score.answer is None else score.answer
-    return " ".join(stated.split())
+    # The result that an answer states: what its grader read, or else its text after any thinking.
+    stated = trajectory.last.text.rpartition("</think>")[2] if score.answer is None else score.answer
+    return GradedAnswer(score.value, score.value > right_above, " ".join(stated.split()))
 
 
 def ks_up_to(num_answers: int) -> list[int]:
-    """The powers of two, and the number of answers itself."""
+    """Return the powers of two up to the number of answers, and that number itself."""
     powers = [1 << i for i in range(num_answers.bit_length())]
     return sorted({*powers, num_answers})
 
 
 def pass_at_k(num: int, num_right: int, k: int) -> float:
-    """The chance that of k answers, drawn from `num` without putting back, one is right."""
+    """Return the chance that of k answers, drawn from `num` without replacement, one is right."""
     return 1.0 - math.comb(num - num_right, k) / math.comb(num, k)
 
 
 def majority_at_k(answers: Sequence[GradedAnswer], k: int) -> float:
-    """The chance that the result stated most often among k answers, drawn without putting back, is right.
+    """Return the chance that the result stated most often among k answers, drawn without replacement, is right.
 
     Of results stated equally often any is taken, each with the same chance. Where answers with the same vote differ in
     being right, as with a judge, their share counts.
@@ -76,7 +73,7 @@ def majority_at_k(answers: Sequence[GradedAnswer], k: int) -> float:
 
 @lru_cache(maxsize=4096)  # most prompts are answered in one of few patterns
 def _chances_to_win(counts: tuple[int, ...], k: int) -> dict[int, float]:
-    """For results stated so many times each: by that number, the chance of such a result to win among k answers."""
+    """Return, for results stated so many times each, the chance of each such number to win among k answers."""
     num = sum(counts)
     if k == num:
         return {own: (own == max(counts)) / counts.count(max(counts)) for own in set(counts)}
@@ -93,8 +90,8 @@ def _chances_to_win(counts: tuple[int, ...], k: int) -> dict[int, float]:
 
 
 def _chances_of_ties(counts: Sequence[int], most: int, total: int, p: float) -> NDArray[np.float64]:
-    """[ties]: if each answer is drawn with chance p, the chance that `total` are, no result more than `most` times, by
-    how many results reach `most`. Chances and not numbers of ways, which are too large for floats."""
+    """Return [ties]: if each answer is drawn with chance p, the chance that `total` are, no result more than `most`
+    times, by how many results reach `most`. Chances and not numbers of ways, which are too large for floats."""
     chances = np.zeros((total + 1, total // most + 1))
     chances[0, 0] = 1.0
     for count in counts:
@@ -112,21 +109,18 @@ def _chances_of_ties(counts: Sequence[int], most: int, total: int, p: float) -> 
 
 @lru_cache(maxsize=4096)
 def _binomial(num: int, drawn: int, p: float) -> float:
-    """The chance that of `num` answers, each drawn with chance p (neither 0 nor 1), so many are."""
+    """Return the chance that of `num` answers, each drawn with chance p (neither 0 nor 1), so many are."""
     ways = math.lgamma(num + 1) - math.lgamma(drawn + 1) - math.lgamma(num - drawn + 1)
     return math.exp(ways + drawn * math.log(p) + (num - drawn) * math.log1p(-p))
 
 
-def validation_metrics(
-    samples: Sequence[Sample], scores: Sequence[Score], num_answers: int, right_above: float
-) -> dict[str, float]:
-    """Of `num_answers` answers to each prompt, one prompt after the other. By data source too, if there are several."""
-    assert len(samples) == len(scores) and len(samples) % num_answers == 0
+def validation_metrics(groups: Sequence[PromptGroup], right_above: float) -> dict[str, float]:
+    """Return the figures of graded groups, by data source too if there are several."""
+    num_answers = groups[0].params.num_answers
     prompts: dict[str, list[list[GradedAnswer | None]]] = defaultdict(list)
-    for start in range(0, len(samples), num_answers):
-        pairs = zip(samples[start : start + num_answers], scores[start : start + num_answers], strict=True)
-        answers = [graded_answer(sample, score, right_above) for sample, score in pairs]
-        prompts[samples[start].prompt.data_source or UNNAMED].append(answers)
+    for group in groups:
+        answers = [graded_answer(trajectory, right_above) for trajectory in group.trajectories]
+        prompts[group.prompt.data_source or UNNAMED].append(answers)
     metrics = _metrics([prompt for found in prompts.values() for prompt in found], num_answers, "validation/")
     if len(prompts) > 1:
         for source, found in prompts.items():
@@ -135,7 +129,7 @@ def validation_metrics(
 
 
 def validation_names(sources: Sequence[str], num_answers: int) -> list[str]:
-    """Every metric that says how good a model is and that validations of such prompts will have."""
+    """Return the names of all figures that validations of such prompts have and that say how good a model is."""
     names = ["accuracy", f"mean@{num_answers}"]
     names += [f"pass@{k}" for k in ks_up_to(num_answers)] + [f"maj@{k}" for k in ks_up_to(num_answers)[1:]]
     known = sorted({source or UNNAMED for source in sources})

@@ -17,22 +17,12 @@ import socket
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from practicum.processes.child import NOBODY, Blackboard
 from practicum.processes.link import Line, ServerLink
 from practicum.processes.wire import packed
 from practicum.processes.work import Limits, Work
-
-
-class Gate(Protocol):
-    """What a job must pass before it is begun, such as a limit that others share."""
-
-    async def enter(self) -> None: ...
-
-    def leave(self) -> None:
-        """Told as soon as the job has ended, and maybe again."""
-
 
 _MOST_LOSSES = 3
 _MOST_SERVER_STARTS = 5
@@ -62,17 +52,11 @@ class _Job:
     begun_at: float | None = None
     times_lost: int = 0
     timer: asyncio.TimerHandle | None = None
-    gate: Gate | None = None
 
     def stop_clock(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
-
-    def leave(self) -> None:
-        """Before anyone hears what came of it: whoever waits at the gate goes first."""
-        if self.gate is not None:
-            self.gate.leave()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,36 +101,27 @@ class ProcessPool:
         self._broken: str | None = None  # why no process can be had any more
         self._chores: set[asyncio.Task[None]] = set()
         self._is_async = limits.capacity > 1
-        # Before a gate: as many as there is room for and as many again, so that who comes next already waits there.
-        self._room = asyncio.Semaphore(2 * size * limits.capacity)
 
     async def start(self) -> None:
         """Raises ProcessError if the work cannot be made ready."""
         await self._link.start()
 
-    async def run(self, payload: Any, timeout_s: float, gate: Gate | None = None) -> JobResult:
-        """The job's result, or `JobFailed`. A gate is passed when its turn is near; what that raises comes through."""
+    @property
+    def num_at_once(self) -> int:
+        """How many jobs can be under way."""
+        return self._size * self._limits.capacity
+
+    async def run(self, payload: Any, timeout_s: float) -> JobResult:
+        """Return the job's result, or raise `JobFailed`."""
         number = next(self._numbers)
         message = packed((number, payload))
         asked_at = time.monotonic()
-        if gate is None:
-            return await self._run(number, message, timeout_s, asked_at, None)
-        async with self._room:
-            await gate.enter()
-            try:
-                return await self._run(number, message, timeout_s, asked_at, gate)
-            finally:
-                gate.leave()
-
-    async def _run(
-        self, number: int, message: bytes, timeout_s: float, asked_at: float, gate: Gate | None
-    ) -> JobResult:
         if self._is_closed:
             raise JobFailed("lost", "the pool of processes is closed")
         if self._broken is not None:
             raise JobFailed("lost", self._broken)
         loop = asyncio.get_running_loop()
-        job = _Job(number, message, timeout_s, loop.create_future(), gate=gate)
+        job = _Job(number, message, timeout_s, loop.create_future())
         self._waiting.append(job)
         self._assign()
         try:
@@ -196,7 +171,6 @@ class ProcessPool:
                 self._lose(job, "it was cancelled together with another", is_suspect=False)
             elif is_result:
                 if not job.done.done():
-                    job.leave()
                     job.done.set_result(value)
             else:
                 self._fail(job, JobFailed("raised", f"raised {value}"))
@@ -372,7 +346,6 @@ class ProcessPool:
     def _fail(self, job: _Job, failure: JobFailed) -> None:
         job.stop_clock()
         if not job.done.done():
-            job.leave()
             job.done.set_exception(failure)
 
     def _fail_all(self, reason: str) -> None:

@@ -24,7 +24,7 @@ from practicum.replay.format import (
     section_bytes,
     section_content,
 )
-from practicum.types import Message, Prompt, RoutedExperts, Sample, Score, TrainingSample
+from practicum.types import Message, Prompt, RoutedExperts, Sample, Score
 
 # Per-token arrays: how they are written, whether for the answer alone, and whether compressing them pays.
 _ARRAYS: dict[str, tuple[str, bool, bool]] = {
@@ -37,25 +37,51 @@ _ARRAYS: dict[str, tuple[str, bool, bool]] = {
 }
 
 
+_NOT_GRADED = Score.failed("invalid", "it was not graded")
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedSample:
-    """What training on a sample needs to be repeated without a rollout engine.
+    """A sample with all that training on it needs to be repeated without a rollout engine.
 
-    `routes` are those that were, or are to be, replayed. When it is read back, `training.sample.routes` is None.
+    `routes` are those that were, or are to be, replayed. When it is read back, `sample.routes` is None.
     """
 
-    id: str  # a later record with the same id replaces an earlier one
     step: int
-    place: int  # in the batch of the step
-    training: TrainingSample
-    score: Score
+    place: int  # in the batch of the step, see `place_of`
+    sample: Sample  # a later record of a sample with the same id replaces an earlier one
     routes: RoutedExperts  # of prompt and answer
+    step_size: int = 0  # samples of the step, over all ranks; 0 where that is not known
+
+    @property
+    def id(self) -> str:
+        return self.sample.id
+
+    @property
+    def score(self) -> Score:
+        return self.sample.score or _NOT_GRADED
 
     @property
     def entry(self) -> SampleEntry:
-        sample = self.training.sample
-        lengths = len(sample.prompt_ids), len(sample.token_ids)
-        return SampleEntry(self.id, self.step, self.place, *lengths, self.training.step_size)
+        lengths = len(self.sample.prompt_ids), len(self.sample.token_ids)
+        return SampleEntry(self.id, self.step, self.place, *lengths, self.step_size)
+
+
+def place_of(id: str, otherwise: int) -> int:
+    """Return the number after the step in an id such as STEP/GROUP/NUMBER, or `otherwise` where there is none.
+
+    Samples of one place are read back in the order of the further numbers of their ids, see `order_of`.
+    """
+    match id.split("/"):
+        case [_, place, *_] if place.isdecimal():
+            return int(place)
+    return otherwise
+
+
+def order_of(entry: SampleEntry) -> tuple[Any, ...]:
+    """Return what samples are sorted by: step, place, and then the numbers in the id, as numbers."""
+    parts = [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in entry.id.split("/")]
+    return entry.step, entry.place, parts
 
 
 def check_routes(record: RecordedSample, header: RecordingHeader) -> None:
@@ -78,7 +104,7 @@ def sections_of(records: Sequence[RecordedSample], header: RecordingHeader) -> l
         sections.append((name, *section_bytes(raw, compress)))
 
     for name, (kind, _, compress) in _ARRAYS.items():
-        joined = np.concatenate([_array(record.training, name) for record in records])
+        joined = np.concatenate([_array(record.sample, name) for record in records])
         add(name, np.packbits(joined).tobytes() if kind == "?" else joined.astype(kind, copy=False).tobytes(), compress)
     known = np.concatenate([record.routes.known for record in records])
     add("known", np.packbits(known).tobytes(), compress=True)
@@ -105,24 +131,21 @@ class OpenChunk:
         self._experts: Ids | None = None
         self._words: dict[str, Any] | None = None
 
-    def sample(self, i: int) -> RecordedSample:
-        """The i-th of the chunk. `Spoilt` if what was written cannot be that of a sample."""
-        entry, training = self._chunk.samples[i], self.training(i)
-        assert training.score is not None
-        return RecordedSample(entry.id, entry.step, entry.place, training, training.score, self.routes(i))
+    def record(self, i: int) -> RecordedSample:
+        """Return the i-th of the chunk. `Spoilt` if what was written cannot be that of a sample."""
+        entry = self._chunk.samples[i]
+        return RecordedSample(entry.step, entry.place, self.sample(i), self.routes(i), entry.step_size)
 
-    def training(self, i: int) -> TrainingSample:
-        """The same without its routes, which take the longest."""
+    def sample(self, i: int) -> Sample:
+        """Return the same without its routes, which take the longest."""
         entry = self._chunk.samples[i]
         arrays: dict[str, Any] = {name: self._own(name, i) for name in _ARRAYS}
-        advantages = arrays.pop("advantages")
         words = self._all_words()
         try:
             own = words["samples"][i]
             prompt = _prompt_from(words["prompts"][own["prompt"]])
-            score = Score(**own["score"])
-            sample = Sample(prompt=prompt, text=own["text"], finish_reason=own["finish_reason"], **arrays)
-            return TrainingSample(sample, advantages, score, entry.step, entry.place, entry.step_size)
+            fields = {"text": own["text"], "finish_reason": own["finish_reason"], "score": Score(**own["score"])}
+            return Sample(prompt, id=entry.id, **fields, **arrays)
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise Spoilt(f"sample {entry.id} makes no sense ({error})") from error
 
@@ -171,9 +194,9 @@ class OpenChunk:
         return section_content(self._chunk.sections[name], coded)
 
 
-def _array(training: TrainingSample, name: str) -> NDArray[Any]:
-    array: NDArray[Any] = training.advantages if name == "advantages" else getattr(training.sample, name)
-    return array
+def _array(sample: Sample, name: str) -> NDArray[Any]:
+    array: NDArray[Any] | None = getattr(sample, name)
+    return np.full(len(sample.token_ids), np.nan, np.float32) if array is None else array
 
 
 def _coded_routes(experts: Ids, header: RecordingHeader) -> tuple[int, int, bytes]:
@@ -195,7 +218,7 @@ def _words_of(records: Sequence[RecordedSample]) -> dict[str, Any]:
     written: list[dict[str, Any]] = []
     samples = []
     for record in records:
-        sample, score = record.training.sample, record.score
+        sample, score = record.sample, record.score
         if id(sample.prompt) not in prompts:
             prompts[id(sample.prompt)] = len(written)
             written.append(_words_of_prompt(sample.prompt))

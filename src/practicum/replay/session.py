@@ -23,15 +23,13 @@ from torch import Tensor
 from practicum.errors import ReplayError
 from practicum.replay.format import RecordingHeader
 from practicum.replay.hooks import RouteRecorder, RouteReplayer, RouterShape, check_replayable, router_shape
-from practicum.replay.records import RecordedSample
+from practicum.replay.records import RecordedSample, place_of
 from practicum.replay.routes import decoded
 from practicum.replay.store import Recording, RouteWriter
-from practicum.types import RoutedExperts, Score, TrainingSample
+from practicum.types import RoutedExperts, Sample
 
 _PASSING = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 """Of a model's config: what says nothing about where tokens go."""
-
-_NOT_GRADED = Score.failed("invalid", "it was not graded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,7 @@ class ReplaySettings:
 class Placed:
     """The samples of a micro-batch, and where they stand in its flattened rows."""
 
-    samples: Sequence[TrainingSample]
+    samples: Sequence[Sample]
     starts: NDArray[np.int64]  # [samples], of their first tokens
     num_positions: int  # padding included
     label: str  # which micro-batch it is, for messages
@@ -136,6 +134,8 @@ class ReplaySession:
         self._device = device
         self._replayer = RouteReplayer(model)
         self._begin()
+        self._step, self._step_size = 0, 0
+        self._places: dict[str, int] = {}
         self._writer: RouteWriter | None = None
         self._reader: Recording | None = None
         try:
@@ -196,7 +196,7 @@ class ReplaySession:
             yield
         self._passes.append(seen.differing)
         self._stats.num_known += sum(int(own.known.sum()) for own in routes if own is not None)
-        self._stats.num_rows += sum(item.sample.num_tokens for item in placed.samples)
+        self._stats.num_rows += sum(sample.num_tokens for sample in placed.samples)
 
     def compares_at(self, step: int) -> bool:
         """Whether the distance from the rollout is to be looked at. What R2 has just recorded changes nothing yet."""
@@ -207,14 +207,19 @@ class ReplaySession:
         """For one that is only looked at."""
         return self._replaying(placed)
 
-    def begin_step(self, samples: Sequence[TrainingSample]) -> None:
-        """Before the passes over these: with R3, what they bring along is written down if there is a file for it."""
+    def begin_step(self, step: int, samples: Sequence[Sample], step_size: int = 0) -> None:
+        """Begin the passes over these samples of a step, `step_size` of them over all ranks.
+
+        With R3, what the samples bring along is written down if there is a file for it.
+        """
+        self._step, self._step_size = step, step_size
+        self._places = {sample.id: place_of(sample.id, i) for i, sample in enumerate(samples)}
         if self.settings.mode != "R3":
             return
-        there = [(item, item.sample.routes) for item in samples if item.sample.routes is not None]
-        self._count(sum(routes.num_bytes for _, routes in there), [item for item, _ in there])
+        there = [(sample, sample.routes) for sample in samples if sample.routes is not None]
+        self._count(sum(routes.num_bytes for _, routes in there), [sample for sample, _ in there])
         if self._writer is not None and there:
-            self._write([item for item, _ in there], decoded([routes for _, routes in there]))
+            self._write([sample for sample, _ in there], decoded([routes for _, routes in there]))
 
     def sync(self) -> None:
         """What was recorded is on disk after it."""
@@ -241,9 +246,9 @@ class ReplaySession:
         self._stats = ReplayStats()
         self._passes: list[dict[int, Tensor]] = []
 
-    def _count(self, num_bytes: int, samples: Sequence[TrainingSample]) -> None:
+    def _count(self, num_bytes: int, samples: Sequence[Sample]) -> None:
         self._stats.num_bytes += num_bytes
-        self._stats.num_recorded += sum(item.sample.num_tokens for item in samples)
+        self._stats.num_recorded += sum(sample.num_tokens for sample in samples)
 
     @contextmanager
     def _recording(self, placed: Placed) -> Iterator[None]:
@@ -254,17 +259,17 @@ class ReplaySession:
         finally:
             recorder.close()
         shape, routes = self.shape, []
-        for start, item in zip(placed.starts.tolist(), placed.samples, strict=True):
-            own = experts[start : start + item.sample.num_tokens]
+        for start, sample in zip(placed.starts.tolist(), placed.samples, strict=True):
+            own = experts[start : start + sample.num_tokens]
             routes.append(RoutedExperts(own, shape.layers, np.ones(len(own), np.bool_), shape.num_experts))
         if routes:
             self._count(self._write(placed.samples, routes), placed.samples)
 
-    def _write(self, samples: Sequence[TrainingSample], routes: Sequence[RoutedExperts]) -> int:
+    def _write(self, samples: Sequence[Sample], routes: Sequence[RoutedExperts]) -> int:
         assert self._writer is not None
         return self._writer.append(
-            RecordedSample(item.id, item.step, item.place, item, item.score or _NOT_GRADED, own)
-            for item, own in zip(samples, routes, strict=True)
+            RecordedSample(self._step, self._places[sample.id], sample, own, self._step_size)
+            for sample, own in zip(samples, routes, strict=True)
         )
 
     def _replaying(
@@ -279,13 +284,13 @@ class ReplaySession:
         if self.settings.mode == "R2":
             assert self._reader is not None
             self._reader.refresh()
-            return list(self._reader.routes([item.id for item in placed.samples]))
-        there = iter(decoded([item.sample.routes for item in placed.samples if item.sample.routes is not None]))
-        routes = [None if item.sample.routes is None else next(there) for item in placed.samples]
-        for item, own in zip(placed.samples, routes, strict=True):
+            return list(self._reader.routes([sample.id for sample in placed.samples]))
+        there = iter(decoded([sample.routes for sample in placed.samples if sample.routes is not None]))
+        routes = [None if sample.routes is None else next(there) for sample in placed.samples]
+        for sample, own in zip(placed.samples, routes, strict=True):
             if own is not None and not self._fits(own):
                 raise ReplayError(
-                    f"sample {item.id}: the rollout recorded {own.experts.shape[2]} of {own.num_experts} experts in "
+                    f"sample {sample.id}: the rollout recorded {own.experts.shape[2]} of {own.num_experts} experts in "
                     f"layers {own.layers.tolist()}, but the trainer's model routes to {self.shape.k} of "
                     f"{self.shape.num_experts} in {self.shape.layers.tolist()}."
                 )

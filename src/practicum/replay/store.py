@@ -33,8 +33,8 @@ from practicum.replay.format import (
     header_bytes,
     read_header,
 )
-from practicum.replay.records import OpenChunk, RecordedSample, check_routes, sections_of
-from practicum.types import RoutedExperts, TrainingSample
+from practicum.replay.records import OpenChunk, RecordedSample, check_routes, order_of, sections_of
+from practicum.types import RoutedExperts, Sample
 
 T = TypeVar("T")
 
@@ -235,17 +235,20 @@ class Recording:
         """Step, place and lengths of a sample, without reading it."""
         return self._place(id).entry
 
-    def sample(self, id: str) -> RecordedSample:
-        return self._read(self._place(id), OpenChunk.sample)
+    def record(self, id: str) -> RecordedSample:
+        return self._read(self._place(id), OpenChunk.record)
 
-    def samples(self, step: int) -> list[RecordedSample]:
-        """Those of a step, in the order of its batch."""
-        return [self.sample(id) for id in self._ids_of(step)]
+    def records(self, step: int) -> list[RecordedSample]:
+        """Return the records of a step, in the order of its batch."""
+        return [self.record(id) for id in self._ids_of(step)]
 
-    def trainings(self, step: int) -> list[TrainingSample]:
-        """The same without their routes, for whoever has no use for them; `ReplayError` if not all are there."""
+    def samples(self, step: int) -> list[Sample]:
+        """Return the samples of a step without their routes, which take the longest to read, in the order of its batch.
+
+        Raises `ReplayError` if not all of them are there.
+        """
         self.check_whole(step)
-        return [self._read(self._place(id), OpenChunk.training) for id in self._ids_of(step)]
+        return [self._read(self._place(id), OpenChunk.sample) for id in self._ids_of(step)]
 
     def check_whole(self, step: int) -> None:
         """`ReplayError` unless all samples of the step are there. Nothing but the index is read."""
@@ -333,7 +336,7 @@ class Recording:
 
     def _by_step(self) -> dict[int, list[str]]:
         if self._steps is None:
-            entries = sorted((place.entry for place in self._places.values()), key=lambda e: (e.step, e.place, e.id))
+            entries = sorted((place.entry for place in self._places.values()), key=order_of)
             self._steps = {}
             for entry in entries:
                 self._steps.setdefault(entry.step, []).append(entry.id)

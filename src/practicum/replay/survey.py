@@ -144,8 +144,8 @@ def difference(one: Recording, other: Recording) -> Difference:
     others: list[str] = []
     first: list[FirstDifference] = []
     for id in common:
-        a, b = one.sample(id), other.sample(id)
-        tokens = [np.concatenate([r.training.sample.prompt_ids, r.training.sample.token_ids]) for r in (a, b)]
+        a, b = one.record(id), other.record(id)
+        tokens = [np.concatenate([r.sample.prompt_ids, r.sample.token_ids]) for r in (a, b)]
         shared = _shared(tokens[0], tokens[1])
         if shared < max(map(len, tokens)):
             others.append(id)
@@ -239,7 +239,7 @@ def _verify_chunks(file: ChunkFile, size: int) -> Verdict:
         content = OpenChunk(chunk, file.header, lambda name, chunk=chunk: file.section(chunk, name))  # type: ignore[misc]
         try:
             for i in range(len(chunk.samples)):
-                content.sample(i)
+                content.record(i)
         except (Spoilt, ReplayError) as error:
             samples = f"{len(chunk.samples)} samples, {chunk.samples[0].id} to {chunk.samples[-1].id}"
             reason = f"chunk {chunk.head.number} ({samples}): {error}"

@@ -7,8 +7,9 @@ processes     a router in front of the replicas, and one in front of each set of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import ray
@@ -18,15 +19,14 @@ from practicum.controller import Controller, RayClassWithInitArgs, RayResourcePo
 from practicum.models import num_cores
 from practicum.reward.cache import fingerprint
 from practicum.reward.client import Target
-from practicum.reward.graded import Progress
 from practicum.reward.graders.remote import OWN_MODEL
-from practicum.reward.hall import HallSettings
 from practicum.reward.limits import LimitKeeper
 from practicum.reward.manager import GradingPolicy, RewardLoopManager
 from practicum.reward.model_manager import RewardModelManager, check_reward_model
+from practicum.reward.report import Progress
 from practicum.reward.router import Router
 from practicum.reward.rubric import Rubric
-from practicum.reward.worker import RewardLoopWorker
+from practicum.reward.worker import RewardLoopWorker, RewardSettings
 
 # Out at a time: one batch that is computed and one that waits behind it.
 _QUESTIONS_PER_SERVER = 64
@@ -37,29 +37,28 @@ _MOST_COROUTINES = 128
 
 
 def check_reward(config: RewardConfig) -> Rubric:
-    """The rubric the config describes. Fails early, and by name, when it cannot work."""
+    """Return the rubric that the config describes. Fails early, and by name, when it cannot work."""
     rubric = Rubric.make(config)
     if config.model is not None:
         check_reward_model(config.model)
     return rubric
 
 
-@contextmanager
-def open_reward_centre(
+@asynccontextmanager
+async def open_reward_centre(
     config: RewardConfig,
     controller: Controller,
     *,
-    side_by_side: bool = False,
     on_progress: Callable[[Progress], None] = lambda progress: None,
-) -> Iterator[RewardLoopManager]:
-    """A manager with its workers on the controller's pool, and all that they need; it ends with the block."""
+) -> AsyncIterator[RewardLoopManager]:
+    """Open a manager with its workers on the controller's pool, and all that they need; it ends with the block."""
     rubric = check_reward(config)
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         models = None
         targets: dict[str, Target] = {}
         if config.model is not None:
             pool = stack.enter_context(_places(config.model, controller))
-            models = stack.enter_context(RewardModelManager(config.model, pool))
+            models = await stack.enter_async_context(RewardModelManager(config.model, pool))
             # It waits for its turn, is tried by up to three replicas, each for so long: then something is wrong.
             timeout_s = (_MOST_ATTEMPTS + 1) * config.model.request_timeout_s
             targets[OWN_MODEL] = Target(models.url, _window(models.num_replicas, controller), timeout_s)
@@ -67,15 +66,16 @@ def open_reward_centre(
             router = Router(
                 servers, host=controller.address, wait_timeout_s=config.timeout_s, response_timeout_s=config.timeout_s
             )
-            address = stack.enter_context(router.start_process()).url
+            running = await asyncio.to_thread(router.start_process)
+            stack.push_async_callback(asyncio.to_thread, running.stop)
             window = config.limits.concurrency or _window(len(servers), controller)
             # Each attempt has its time; a server that hangs is not the last to be asked.
-            targets[" ".join(servers)] = Target(address, window, _MOST_ATTEMPTS * config.timeout_s)
+            targets[" ".join(servers)] = Target(running.url, window, _MOST_ATTEMPTS * config.timeout_s)
         keeper = None
         if config.limits.are_set:
-            keeper = stack.enter_context(LimitKeeper(config.limits, controller.address))
+            keeper = await stack.enter_async_context(LimitKeeper(config.limits, controller.address))
         num_processes = config.processes or _num_cores(controller)
-        settings = HallSettings(
+        settings = RewardSettings(
             rubric,
             timeout_s=config.timeout_s,
             num_processes=max(1, num_processes // controller.world_size),
@@ -87,19 +87,22 @@ def open_reward_centre(
             cache_version=_cache_version(config),
         )
         packed = RayClassWithInitArgs(RewardLoopWorker, settings)
-        workers = stack.enter_context(controller.group(packed, name="graders", use_gpu=False))
-        yield RewardLoopManager(
-            workers,
-            GradingPolicy(config.retries, config.on_failure, config.max_failure_share),
-            side_by_side=side_by_side,
-            models=models,
-            asks_models=rubric.asks_model,
-            on_progress=on_progress,
+        workers = await asyncio.to_thread(controller.group, packed, name="graders", use_gpu=False)
+        stack.push_async_callback(asyncio.to_thread, workers.shutdown)
+        yield await stack.enter_async_context(
+            RewardLoopManager(
+                workers,
+                GradingPolicy(config.retries, config.on_failure, config.max_failure_share),
+                inline=rubric if settings.is_inline else None,
+                models=models,
+                asks_models=rubric.asks_model,
+                on_progress=on_progress,
+            )
         )
 
 
 def _num_cores(controller: Controller) -> int:
-    """Of all nodes together."""
+    """Count those of all nodes together."""
     if controller.pool is None:
         return num_cores()
     return int(ray.cluster_resources().get("CPU", 1))
@@ -111,7 +114,7 @@ def _window(num_servers: int, controller: Controller) -> int:
 
 @contextmanager
 def _places(config: RewardModelConfig, controller: Controller) -> Iterator[RayResourcePool | None]:
-    """For the replicas: the controller's own, or some beside them that nobody uses."""
+    """Give the replicas the controller's own places, or some beside them that nobody uses."""
     if controller.pool is None or config.placement == "colocated":
         yield controller.pool
         return
@@ -120,7 +123,7 @@ def _places(config: RewardModelConfig, controller: Controller) -> Iterator[RayRe
 
 
 def _cache_version(config: RewardConfig) -> str:
-    """What the user calls it, and which model grades."""
+    """Return what the user calls it, and which model grades."""
     if config.model is None:
         return config.cache.version
     folder = Path(config.model.path)

@@ -1,11 +1,11 @@
 """Limits that hold for all reward workers together: requests at a time, requests and tokens per minute.
 
-    worker ── ask(tokens) ──▶ LimitKeeper (in the driver) ── grant, in the order of the questions ──▶ worker
+    worker ── ask(tokens) ──▶ LimitKeeper (in the driver) ── grant, in the order of the requests ──▶ worker
            ── done(tokens) ─▶
 
 A worker keeps one connection. When it breaks, whatever the worker held is free again. Where only the number at a time
-is limited, a turn is granted for a while: until then the worker may pass it on to the next of its own that waits, and
-the way to the keeper and back is not between the two.
+is limited, a grant holds for a while: until then the worker may pass it on to the next of its own requests that wait,
+which saves the way to the keeper and back between the two.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -24,14 +23,14 @@ from practicum.config import LimitsConfig
 from practicum.errors import RewardError
 
 _WINDOW_S = 60.0
-_FRAME = struct.Struct("!BQQ")  # what, ticket, tokens
+_FRAME = struct.Struct("!BQQ")  # what, number of the request, tokens
 _ASK, _DONE = 1, 2
-_GRANT = struct.Struct("!Qd")  # ticket, seconds for which the turn may be passed on
+_GRANT = struct.Struct("!Qd")  # number of the request, seconds for which the grant may be passed on
 _PASSED_ON_S = 0.25  # others wait too
 _CONNECT_S = 10.0
 _ENOUGH_BYTES = 16 * _FRAME.size
 
-Holder = tuple[Hashable, int]  # who asks, and the ticket under which
+Holder = tuple[Hashable, int]  # who asks, and the number of its request
 
 
 @dataclass(slots=True)
@@ -41,7 +40,7 @@ class _Entry:
 
 
 class LimitBook:
-    """Who may go ahead. Exact: no window of a minute ever holds more than the limits say."""
+    """Decides who may go ahead. Exact: no window of a minute ever holds more than the limits say."""
 
     def __init__(self, limits: LimitsConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
@@ -60,7 +59,7 @@ class LimitBook:
         self._queue.append((holder, tokens))
 
     def done(self, holder: Holder, tokens: int) -> None:
-        """It is over and took so many tokens, whatever was thought before; or it waits no more."""
+        """End a request that took so many tokens, whatever was thought before; or one that waits no more."""
         entry = self._held.pop(holder, None)
         if entry is None:
             self._withdrawn.add(holder)
@@ -69,13 +68,13 @@ class LimitBook:
             entry.tokens = tokens
 
     def leave(self, who: Hashable) -> None:
-        """Who asks no more: what it waits for is forgotten, what it holds is free, what it used stays used."""
+        """Forget what somebody waits for and free what it holds. What it used stays used."""
         self._queue = deque(item for item in self._queue if item[0][0] != who)
         self._withdrawn = {holder for holder in self._withdrawn if holder[0] != who}
         self._held = {holder: entry for holder, entry in self._held.items() if holder[0] != who}
 
     def grants(self) -> list[Holder]:
-        """Those whose turn has come, in order."""
+        """Return the requests whose turn has come, in order."""
         granted: list[Holder] = []
         now = self._clock()
         self._forget(now)
@@ -94,7 +93,7 @@ class LimitBook:
         return granted
 
     def next_change_s(self) -> float | None:
-        """When the minute that holds the first in the queue back has gone by; None if it is something else."""
+        """Return when the minute that holds back the first in the queue is over; None if something else does."""
         if not self._queue or not self._recent or self._is_full():
             return None
         return max(0.0, self._recent[0].at + _WINDOW_S - self._clock())
@@ -115,115 +114,116 @@ class LimitBook:
 
 
 class LimitKeeper:
-    """Keeps the book for workers that connect to `address`, on a thread of its own. A context manager."""
+    """Grants requests of the workers that connect to `address`. An async context manager, on the loop that enters it."""
 
     def __init__(self, limits: LimitsConfig, host: str = "127.0.0.1") -> None:
         self._book = LimitBook(limits)
         is_by_minute = limits.requests_per_minute is not None or limits.tokens_per_minute is not None
         self._passed_on_s = 0.0 if is_by_minute else _PASSED_ON_S
-        self._loop = asyncio.new_event_loop()
         self._clients: dict[int, _Client] = {}
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
-        self._thread = threading.Thread(target=self._loop.run_forever, name="practicum-limits", daemon=True)
-        self._thread.start()
-        listen = self._loop.create_server(lambda: _Client(self, next(self._numbers)), host, 0)
+        self.address: tuple[str, int] = (host, 0)
+
+    async def __aenter__(self) -> Self:
+        host = self.address[0]
+        self._loop = asyncio.get_running_loop()
         try:
-            self._server = asyncio.run_coroutine_threadsafe(listen, self._loop).result(_CONNECT_S)
+            self._server = await self._loop.create_server(lambda: _Client(self, next(self._numbers)), host, 0)
         except OSError as error:
-            self._end_loop()
             raise RewardError(f"the keeper of reward.limits cannot listen at {host}: {error}.") from error
-        self.address: tuple[str, int] = (host, self._server.sockets[0].getsockname()[1])
-
-    def close(self) -> None:
-        if not self._loop.is_closed():
-            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(_CONNECT_S)
-            self._end_loop()
-
-    def _end_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CONNECT_S)
-        self._loop.close()
-
-    def __enter__(self) -> Self:
+        self.address = (host, self._server.sockets[0].getsockname()[1])
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    async def _stop(self) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._server.close()
         for client in list(self._clients.values()):
             client.transport.abort()
         if self._timer is not None:
             self._timer.cancel()
 
-    def joined(self, client: _Client) -> None:
+    def connected(self, client: _Client) -> None:
         self._clients[client.number] = client
 
-    def left(self, client: _Client) -> None:
+    def lost(self, client: _Client) -> None:
         self._clients.pop(client.number, None)
         self._book.leave(client.number)
-        self._hand_out()
+        self._grant()
 
-    def told(self, client: _Client, data: bytes) -> None:
-        for what, ticket, tokens in _FRAME.iter_unpack(data):
+    def received(self, client: _Client, frames: bytes) -> None:
+        for what, number, tokens in _FRAME.iter_unpack(frames):
             if what == _ASK:
-                self._book.ask((client.number, ticket), tokens)
+                self._book.ask((client.number, number), tokens)
             else:
-                self._book.done((client.number, ticket), tokens)
-        self._hand_out()
+                self._book.done((client.number, number), tokens)
+        self._grant()
 
-    def _hand_out(self) -> None:
-        for who, ticket in self._book.grants():
-            self._clients[who].transport.write(_GRANT.pack(ticket, self._passed_on_s))  # type: ignore[index]
+    def _grant(self) -> None:
+        for who, number in self._book.grants():
+            self._clients[who].transport.write(_GRANT.pack(number, self._passed_on_s))  # type: ignore[index]
         if self._timer is not None:
             self._timer.cancel()
         due_s = self._book.next_change_s()
-        self._timer = None if due_s is None else self._loop.call_later(due_s, self._hand_out)
+        self._timer = None if due_s is None else self._loop.call_later(due_s, self._grant)
 
 
-class _Client(asyncio.Protocol):
-    """A worker as the keeper sees it."""
+class _Frames(asyncio.Protocol):
+    """Cuts what comes into whole frames of one size."""
 
-    def __init__(self, keeper: LimitKeeper, number: int) -> None:
-        self._keeper = keeper
-        self.number = number
+    def __init__(self, size: int) -> None:
+        self._size = size
         self._rest = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self._keeper.joined(self)
 
     def data_received(self, data: bytes) -> None:
         data = self._rest + data
-        whole = len(data) - len(data) % _FRAME.size
+        whole = len(data) - len(data) % self._size
         self._rest = data[whole:]
-        self._keeper.told(self, data[:whole])
+        self.frames_received(data[:whole])
+
+    def frames_received(self, frames: bytes) -> None: ...
+
+
+class _Client(_Frames):
+    """A worker as the keeper sees it."""
+
+    def __init__(self, keeper: LimitKeeper, number: int) -> None:
+        super().__init__(_FRAME.size)
+        self._keeper = keeper
+        self.number = number
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._keeper.connected(self)
+
+    def frames_received(self, frames: bytes) -> None:
+        self._keeper.received(self, frames)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._keeper.left(self)
+        self._keeper.lost(self)
 
 
 class Permit:
-    """Waits for its turn on entering, ends it on leaving. Entering raises ConnectionError if the keeper is gone."""
+    """Waits for a grant on entering, ends it on leaving. Entering raises ConnectionError if the keeper is gone."""
 
-    __slots__ = ("_client", "_ticket", "tokens")
+    __slots__ = ("_client", "_number", "tokens")
 
     def __init__(self, client: LimitClient, tokens: int) -> None:
         self._client = client
-        self._ticket: int | None = None
+        self._number: int | None = None
         self.tokens = tokens
-        """As estimated. Whoever holds the permit may write down what it really was."""
+        """As estimated. The holder of the permit may write down what it really was."""
 
     async def enter(self) -> None:
-        self._ticket = await self._client.ask(self.tokens)
+        self._number = await self._client.ask(self.tokens)
 
     def leave(self) -> None:
-        """Doing it twice does nothing."""
-        ticket, self._ticket = self._ticket, None
-        if ticket is not None:
-            self._client.done(ticket, self.tokens)
+        """End the grant. Doing it twice does nothing."""
+        number, self._number = self._number, None
+        if number is not None:
+            self._client.done(number, self.tokens)
 
     async def __aenter__(self) -> Self:
         await self.enter()
@@ -233,14 +233,14 @@ class Permit:
         self.leave()
 
 
-class LimitClient(asyncio.Protocol):
+class LimitClient(_Frames):
     """A worker's connection to the keeper."""
 
     def __init__(self) -> None:
-        self._tickets = itertools.count()
+        super().__init__(_GRANT.size)
+        self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[int]] = {}  # in order
-        self._held: dict[int, float] = {}  # tickets whose turn it is, and until when they may be passed on
-        self._rest = b""
+        self._held: dict[int, float] = {}  # requests that are granted, and until when the grant may be passed on
         self._unsent = bytearray()
         self._is_lost = False
 
@@ -258,63 +258,57 @@ class LimitClient(asyncio.Protocol):
         return Permit(self, tokens)
 
     async def ask(self, tokens: int) -> int:
-        """Wait for a turn, and get the ticket that ends it."""
+        """Wait for a grant, and return the number that ends it."""
         if self._is_lost:
             raise ConnectionError("the keeper of reward.limits is gone")
-        ticket = next(self._tickets)
+        number = next(self._numbers)
         granted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._asked[ticket] = granted
-        self._tell(_ASK, ticket, tokens)
+        self._asked[number] = granted
+        self._send(_ASK, number, tokens)
         try:
             return await granted
         except asyncio.CancelledError:
-            self._asked.pop(ticket, None)
-            # Its turn may have come in the same moment.
-            has_turn = granted.done() and not granted.cancelled() and granted.exception() is None
-            self.done(granted.result() if has_turn else ticket, 0)
+            self._asked.pop(number, None)
+            # It may have been granted in the same moment.
+            is_granted = granted.done() and not granted.cancelled() and granted.exception() is None
+            self.done(granted.result() if is_granted else number, 0)
             raise
 
-    def done(self, ticket: int, tokens: int) -> None:
-        until = self._held.pop(ticket, 0.0)
+    def done(self, number: int, tokens: int) -> None:
+        until = self._held.pop(number, 0.0)
         if time.monotonic() < until:
             waiting = next((one for one, granted in self._asked.items() if not granted.done()), None)
             if waiting is not None:
-                self._begin(waiting, ticket, until)
-                ticket, tokens = waiting, 0  # under which nobody waits any more
-        self._tell(_DONE, ticket, tokens)
+                self._begin(waiting, number, until)
+                number, tokens = waiting, 0  # under which nobody waits any more
+        self._send(_DONE, number, tokens)
 
-    def _begin(self, waiting: int, ticket: int, until: float) -> None:
-        """Who waits has a turn now: its own, or one that is passed on."""
-        self._held[ticket] = until
-        self._asked.pop(waiting).set_result(ticket)
+    def _begin(self, waiting: int, number: int, until: float) -> None:
+        """Let a request go ahead with a grant: its own, or one that is passed on."""
+        self._held[number] = until
+        self._asked.pop(waiting).set_result(number)
 
-    def _tell(self, what: int, ticket: int, tokens: int) -> None:
+    def _send(self, what: int, number: int, tokens: int) -> None:
         if not self._unsent:
-            asyncio.get_running_loop().call_soon(self._flush)  # with whatever else is said in this turn of the loop
-        self._unsent += _FRAME.pack(what, ticket, tokens)
+            asyncio.get_running_loop().call_soon(self._flush)  # with whatever else is sent in this turn of the loop
+        self._unsent += _FRAME.pack(what, number, tokens)
         if len(self._unsent) >= _ENOUGH_BYTES:  # the keeper can begin with these
             self._flush()
 
     def _flush(self) -> None:
         unsent, self._unsent = self._unsent, bytearray()
         if unsent and not self._is_lost:
-            self._transport.write(bytes(unsent))
+            self.transport.write(bytes(unsent))
 
     def close(self) -> None:
-        self._transport.close()
+        self.transport.close()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        data = self._rest + data
-        whole = len(data) - len(data) % _GRANT.size
-        self._rest = data[whole:]
+    def frames_received(self, frames: bytes) -> None:
         now = time.monotonic()
-        for ticket, passed_on_s in _GRANT.iter_unpack(data[:whole]):
-            granted = self._asked.get(ticket)
-            if granted is not None and not granted.done():  # else nobody waits any more, and the keeper is told so
-                self._begin(ticket, ticket, now + passed_on_s)
+        for number, passed_on_s in _GRANT.iter_unpack(frames):
+            granted = self._asked.get(number)
+            if granted is not None and not granted.done():  # else nobody waits any more, and the keeper knows
+                self._begin(number, number, now + passed_on_s)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._is_lost = True

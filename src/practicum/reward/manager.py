@@ -1,42 +1,47 @@
-"""Grading: a manager hands samples to workers as they come and gathers their scores in order.
+"""Grading: a manager sends answers to the workers as they come, and fills in their scores.
 
-    samples ─ add ─▶ shared out by expected cost ─▶ RewardLoopWorkers ─ collect ─▶ scores in the order of the samples
-                         ▲                                 │
-                         └── again: timeouts and infra errors while retries are left; all that a dead worker had
+    groups ─ add ─▶ lists by expected cost ─▶ RewardLoopWorker.grade ─▶ trajectory.score ─ result ─▶ report
+                         ▲                           │
+                         └─ again: timeouts and infra errors while retries are left; all that a dead worker had
 
-Adding does not wait, so answers are graded while others are still being written. A sample that cannot be graded has a
-score without a value. What is left out because of it, and when that stops the run, is the policy's to say.
+Adding does not wait, so answers are graded while others are still being written. An answer that cannot be graded has a
+score without a value. The policy says what is left out because of it, and when that stops the run.
+
+All of it belongs to one event loop; rounds may be open side by side.
 """
 
 from __future__ import annotations
 
+import asyncio
 import heapq
-import itertools
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from operator import itemgetter
-from typing import Literal
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from operator import attrgetter, itemgetter
+from typing import Any, Literal, Self
 
-from practicum.controller import GroupFuture, WorkerGroup
+from practicum.controller import WorkerGroup
 from practicum.errors import DeadlineError, RewardError, WorkerDied
-from practicum.reward.costs import ExpectedCosts
-from practicum.reward.desks import Graded
-from practicum.reward.graded import GradedBatch, GradingReport, Progress
+from practicum.reward.executors import Graded
 from practicum.reward.model_manager import RewardModelManager
-from practicum.reward.worker import Handout, RewardLoopWorker, Stack
-from practicum.types import Prompt, Sample, Score
+from practicum.reward.report import GradingReport, Progress
+from practicum.reward.rubric import Rubric
+from practicum.reward.worker import RewardLoopWorker
+from practicum.types import Prompt, PromptGroup, Sample, Score, Trajectory
 
-_LOOK_EVERY_S = 1.0
-_LOOK_OFTEN_S = 0.05  # so long a worker that waits for one round's scores does not hear of another's samples
-_ANSWER_S = 60.0  # a worker that takes longer to say how far it is hangs
+_PROGRESS_S = 1.0
+_ANSWER_S = 60.0  # a worker that says nothing for longer hangs
 _MOST_RESTARTS = 2
 _PIECES_PER_WORKER = 8
 _WORTH_A_CALL_S = 2e-3  # of grading
+_SENDING_S = 4e-5  # that sending a sample and its score takes
+_TURN_S = 2e-3  # so long grading may hold up the event loop
 _MANY, _HEAD = 512, 64
+_NEWEST_COUNTS = 0.05
+_UNKNOWN_S_PER_TOKEN = 1e-3  # it may be dear, so all workers get some of it
+_LEAST_S = 1e-7  # nothing is free: what were would all go to one worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,283 +55,353 @@ class GradingPolicy:
     max_failure_share: float = 0.1
     """A larger share of them is an error."""
 
+    def kept(self, group: PromptGroup) -> list[bool]:
+        """Return which trajectories of a graded group are learnt from."""
+        kept = [
+            trajectory.score is not None and trajectory.score.value is not None for trajectory in group.trajectories
+        ]
+        return kept if self.on_failure == "mask" or all(kept) else [False] * len(kept)
 
-class GradingCrew:
-    """The workers, as rounds that are open side by side share them."""
 
-    def __init__(self, workers: WorkerGroup[RewardLoopWorker], look_every_s: float = _LOOK_EVERY_S) -> None:
-        self.workers = workers.with_timeout(look_every_s + _ANSWER_S)
-        self.look_every_s = look_every_s
-        self.costs = ExpectedCosts()
-        self.life = 0
-        """Of the workers: how often they have been started again."""
-        self.is_over = False
-        self._turn = threading.Lock()
+class ExpectedCosts:
+    """What grading a sample is expected to take, learnt from the samples of the same data source before it."""
 
-    def bring_back(self, life: int) -> bool:
-        """Start the workers again, unless another round has done so since `life`."""
-        with self._turn:
-            self.check()
-            is_mine = life == self.life
-            if is_mine:
-                self.workers.restart()
-                self.life += 1
-            return is_mine
+    def __init__(self) -> None:
+        self._s_per_token: dict[str, float] = {}
 
-    def check(self) -> None:
-        if self.is_over:
-            raise RewardError("grading was broken off.")
+    def expected(self, sample: Sample) -> float:
+        """Return seconds, in proportion to the length of the answer."""
+        return self._s_per_token.get(sample.prompt.data_source, _UNKNOWN_S_PER_TOKEN) * _size(sample)
+
+    def learn(self, sample: Sample, seconds: float) -> None:
+        source = sample.prompt.data_source
+        now = max(seconds, _LEAST_S) / _size(sample)
+        before = self._s_per_token.get(source)
+        self._s_per_token[source] = now if before is None else before + _NEWEST_COUNTS * (now - before)
+
+
+def _size(sample: Sample) -> int:
+    """A little of the cost is there for the shortest answer too."""
+    return 16 + len(sample.token_ids)
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """An answer that is to be graded."""
+
+    trajectory: Trajectory
+    sample: Sample  # that is sent
+    cost: float = 0.0  # as expected when it was sent
+    num_attempts: int = 0
+    graded: Graded | None = None
 
 
 class RewardLoopManager:
+    """Grades prompt groups on a group of workers. An async context manager: the workers are ready inside.
+
+    `inline` is the rubric where it takes no more than rules: samples that cost less to grade than to send are then
+    graded in this process. `models` are awake while answers are graded to prompts for which `asks_models` is true.
+    `on_progress` is called once a second with how far a round is.
+    """
+
     def __init__(
         self,
         workers: WorkerGroup[RewardLoopWorker],
         policy: GradingPolicy | None = None,
         *,
-        side_by_side: bool = False,
+        inline: Rubric | None = None,
         models: RewardModelManager | None = None,
         asks_models: Callable[[Prompt], bool] = lambda prompt: True,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
-        """`side_by_side`: rounds are open at the same time, in several threads. `models` are awake while answers are
-        graded to prompts for which `asks_models` is true. `on_progress` is told once a second how far a round is.
-        """
-        self._crew = GradingCrew(workers, _LOOK_OFTEN_S if side_by_side else _LOOK_EVERY_S)
-        self._policy = policy or GradingPolicy()
-        self._models = models
-        self._asks_models = asks_models
-        self._on_progress = on_progress
-        self._numbers = itertools.count()
+        self.workers = workers.with_timeout(_ANSWER_S)
+        self.policy = policy or GradingPolicy()
+        self.inline = inline
+        self.models = models
+        self.asks_models = asks_models
+        self.on_progress = on_progress
+        self.costs = ExpectedCosts()
+        self.load = [0.0] * workers.world_size  # expected seconds of what each worker has
+        self.num_starts = 0
+        self._workers = workers
+        self._restarting: asyncio.Task[None] | None = None
 
     @property
     def models_sleep(self) -> bool:
         """Whether there are models that use the places of others while they grade."""
-        return self._models is not None and self._models.sleeps
+        return self.models is not None and self.models.sleeps
 
-    def break_off(self) -> None:
-        """From any thread: rounds that are open raise a RewardError soon, and no worker is started again."""
-        self._crew.is_over = True
+    async def grade(self, groups: Sequence[PromptGroup]) -> GradingReport:
+        """Fill in the score of every trajectory. Raises RewardError once more have failed than the policy allows."""
+        async with self.round() as grading:
+            grading.add(groups)
+            return await grading.result()
 
-    def grade(self, samples: Sequence[Sample], groups: Sequence[int] | None = None) -> GradedBatch:
-        """All scores, in the order of the samples. `groups` says which samples answer the same prompt."""
-        with self.round() as grading:
-            grading.add(samples, wait_s=self._crew.look_every_s)
-            return grading.result(groups)
-
-    @contextmanager
-    def round(self) -> Iterator[GradingRound]:
-        """For samples that come over time. What is not graded when the block is left is abandoned."""
-        with ExitStack() as awake:
-            grading = GradingRound(next(self._numbers), self._crew, self._policy, on_progress=self._on_progress)
-            if self._models is not None:
-                grading.held_for(self._models, self._asks_models, awake)
+    @asynccontextmanager
+    async def round(self) -> AsyncIterator[GradingRound]:
+        """Open a round for groups that come over time. What is not graded when the block is left is abandoned."""
+        async with AsyncExitStack() as awake:
+            if self.models is not None and not self.models.sleeps:  # they are looked after from now on
+                await awake.enter_async_context(self.models.awake())
+            grading = GradingRound(self, awake)
             try:
                 yield grading
             finally:
-                grading.abandon()  # before the models fall asleep, which waits for what they are asked
+                await grading.close()  # before the models fall asleep, which waits for what they are asked
 
+    async def __aenter__(self) -> Self:
+        await self._workers.execute_all_async(RewardLoopWorker.start)
+        return self
 
-class GradingRound:
-    """Samples that are judged together, though they need not come together."""
+    async def __aexit__(self, *error: object) -> None:
+        if self._restarting is not None:
+            await asyncio.wait([self._restarting])
+        with suppress(WorkerDied, DeadlineError):  # the group's end kills what is left
+            await self._workers.execute_all_async(RewardLoopWorker.stop)
 
-    def __init__(
-        self,
-        number: int,
-        crew: GradingCrew,
-        policy: GradingPolicy,
-        on_progress: Callable[[Progress], None],
-    ) -> None:
-        self._number = number
-        self._crew = crew
-        self._life = crew.life
-        self._workers = crew.workers
-        self._policy = policy
-        self._costs = crew.costs
-        self._on_progress = on_progress
-        self._samples: list[Sample] = []
-        self._graded: list[Graded | None] = []
-        self._attempts: list[int] = []
-        self._held: list[int] = []  # until the models are awake
-        self._is_held: Callable[[Prompt], bool] = lambda prompt: False
-        self._wake: Callable[[], None] = lambda: None
-        self._unheard: list[GroupFuture[Handout]] = []
-        self._num_open = [0] * self._workers.world_size  # samples that each worker has
-        self._load = [0.0] * self._workers.world_size  # expected seconds of what each worker has
-        self._with: list[tuple[int, float]] = []  # which worker has a sample, and what it is expected to cost there
-        self._num_failed = self._num_done = self._num_retried = self._num_restarts = 0
-        self._start = self._waiting_since = time.monotonic()
+    async def ready(self) -> int:
+        """Wait while workers are started again. Return how often they have been."""
+        if self._restarting is not None:
+            await asyncio.shield(self._restarting)
+        return self.num_starts
 
-    def held_for(self, models: RewardModelManager, asks_models: Callable[[Prompt], bool], awake: ExitStack) -> None:
-        """Answers for models that sleep wait for `result`; models that don't are looked after from now on."""
-        if models.sleeps:
-            self._is_held = asks_models
-            self._wake = lambda: awake.enter_context(models.awake())
-        else:
-            awake.enter_context(models.awake())
-
-    def add(self, samples: Sequence[Sample], wait_s: float = 0.0) -> None:
-        """More samples. Grading begins at once, unless it needs a model that sleeps while others use its memory.
-
-        `wait_s` is for whoever is going to ask for the result anyway.
-        """
-        if not self._samples:
-            self._start = time.monotonic()
-        places = range(len(self._samples), len(self._samples) + len(samples))
-        self._samples += samples
-        self._graded += [None] * len(samples)
-        self._attempts += [0] * len(samples)
-        self._with += [(0, 0.0)] * len(samples)
-        held = {place for place in places if self._is_held(self._samples[place].prompt)}
-        self._held += sorted(held)
-        self._send([place for place in places if place not in held], wait_s)
-
-    def result(self, groups: Sequence[int] | None = None) -> GradedBatch:
-        """Wait for all scores. Raises RewardError as soon as more have failed than the policy allows."""
-        self._waiting_since = time.monotonic()
-        if self._held:
-            self._wake()
-            held, self._held = self._held, []
-            self._send(held, self._crew.look_every_s)
-        self._gather()
-        graded = [one for one in self._graded if one is not None]
-        assert len(graded) == len(self._samples)
-        report = GradingReport.of(graded, time.monotonic() - self._start, self._num_retried, self._num_restarts)
-        return GradedBatch.of(self._samples, graded, report, groups, self._policy.on_failure)
-
-    def abandon(self) -> None:
-        """Stop what is left. Does nothing after `result`."""
-        if self._num_done < len(self._samples) - len(self._held):
-            try:
-                self._workers.execute_all(RewardLoopWorker.abandon, self._number)
-            except (WorkerDied, DeadlineError):
-                if not self._crew.is_over:
-                    self._crew.bring_back(self._life)
-
-    def _send(self, places: Sequence[int], wait_s: float = 0.0) -> None:
-        if not places:
+    async def restart(self, num_starts: int) -> None:
+        """Start the workers again, unless another round has done so since `num_starts`."""
+        if num_starts != await self.ready():
             return
-        stacks = self._stacks(places)
+        if self._restarting is None:
+            self._restarting = asyncio.ensure_future(self._restart())
+        await asyncio.shield(self._restarting)
+
+    async def _restart(self) -> None:
         try:
-            if len(places) > _MANY:  # some go ahead, so that nobody waits until the rest is packed
-                self._call({rank: stack.first(_HEAD) for rank, stack in stacks.items()}, 0.0)
-                stacks = {rank: stack.rest(_HEAD) for rank, stack in stacks.items()}
-            self._call(stacks, wait_s)
-        except WorkerDied as death:
-            self._bring_back(death.message)
+            await asyncio.to_thread(self.workers.restart)
+            self.num_starts += 1
+        finally:
+            self._restarting = None
 
-    def _call(self, stacks: Mapping[int, Stack], wait_s: float) -> None:
-        for rank, stack in stacks.items():
-            if stack.samples:
-                self._unheard.append(self._workers.execute_rank_async(rank, RewardLoopWorker.grade, stack, wait_s))
+    def shares(self, requests: Sequence[_Request]) -> dict[int, list[_Request]]:
+        """Share requests out among as many workers as it is worth calling, each with its share.
 
-    def _stacks(self, places: Sequence[int]) -> dict[int, Stack]:
-        """By worker, for as many as it is worth calling: the dearest answers first, each to the one with the least to
-        do.
-
-        Answers to one prompt stay side by side, since graders remember what they have read of it.
+        The dearest go first, each to the worker with the least to do. Answers to one prompt stay side by side, since
+        graders remember what they have read of it.
         """
-        costs = {place: self._costs.expected(self._samples[place]) for place in places}
-        units = [(sum(costs[place] for place in unit), unit) for unit in self._units(places)]
+        for request in requests:
+            request.cost = self.costs.expected(request.sample)
+        units = [(sum(request.cost for request in unit), unit) for unit in self._units(requests)]
         units.sort(key=itemgetter(0), reverse=True)
-        num_called = max(1, round(sum(costs.values()) / _WORTH_A_CALL_S))
-        ranks = sorted((load, rank) for rank, load in enumerate(self._load))[:num_called]  # is a heap
-        shares: dict[int, list[int]] = {rank: [] for _, rank in ranks}
+        num_called = max(1, round(sum(cost for cost, _ in units) / _WORTH_A_CALL_S))
+        ranks = sorted((load, rank) for rank, load in enumerate(self.load))[:num_called]  # is a heap
+        shares: dict[int, list[_Request]] = {rank: [] for _, rank in ranks}
         for cost, unit in units:
             load, rank = ranks[0]
             heapq.heapreplace(ranks, (load + cost, rank))
             shares[rank] += unit
-            self._load[rank] += cost
-            self._num_open[rank] += len(unit)
-            for place in unit:
-                self._with[place] = (rank, costs[place])
-        return {
-            rank: Stack(self._number, share, [self._samples[place] for place in share])
-            for rank, share in shares.items()
-        }
+        return shares
 
-    def _units(self, places: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Answers to one prompt, in pieces small enough to share out evenly."""
-        most = -(-len(places) // (_PIECES_PER_WORKER * self._workers.world_size))
-        for _, same in itertools.groupby(places, key=lambda place: self._samples[place].prompt.id):
-            answers = list(same)
-            for start in range(0, len(answers), most):
-                yield answers[start : start + most]
+    def _units(self, requests: Sequence[_Request]) -> Iterator[Sequence[_Request]]:
+        """Cut the answers to each prompt into pieces small enough to share out evenly."""
+        most = -(-len(requests) // (_PIECES_PER_WORKER * len(self.load)))
+        start = 0
+        for end in range(1, len(requests) + 1):
+            is_last = end == len(requests) or requests[end].sample.prompt.id != requests[start].sample.prompt.id
+            if is_last or end - start == most:
+                yield requests[start:end]
+                start = end
 
-    def _gather(self) -> None:
-        told_at = time.monotonic()
-        while self._num_done < len(self._samples):
-            self._crew.check()
-            try:
-                if self._life != self._crew.life:
-                    self._bring_back("another round has started the workers again")
-                if not self._unheard:
-                    self._unheard = [
-                        self._workers.execute_rank_async(
-                            rank, RewardLoopWorker.collect, self._number, self._crew.look_every_s
-                        )
-                        for rank, num in enumerate(self._num_open)
-                        if num
-                    ]
-                self._take(self._unheard.pop(0).result())
-            except (WorkerDied, DeadlineError) as death:
-                self._bring_back(death.message)
-            if time.monotonic() - told_at >= _LOOK_EVERY_S:
-                told_at = time.monotonic()
-                self._on_progress(self._progress())
 
-    def _take(self, handout: Handout) -> None:
-        again: list[int] = []
-        for place, graded in handout.graded:
-            sample, status = self._samples[place], graded.score.status
-            rank, cost = self._with[place]
-            self._load[rank] -= cost
-            self._num_open[rank] -= 1
+class GradingRound:
+    """Groups that are judged together, though they need not come together."""
+
+    def __init__(self, manager: RewardLoopManager, awake: AsyncExitStack) -> None:
+        self._manager = manager
+        self._policy = manager.policy
+        self._awake = awake
+        self._requests: list[_Request] = []
+        self._unsent: list[_Request] = []
+        self._held: list[_Request] = []  # until the models are awake
+        self._is_scheduled = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._end: asyncio.Future[None] | None = None  # while somebody waits for the result
+        self._error: BaseException | None = None
+        self._num_failed = self._num_done = self._num_retried = 0
+        self._starts_lost: set[int] = set()  # of the workers; in all but the last they were started again
+        self._start = self._waiting_since = time.monotonic()
+
+    def add(self, groups: Sequence[PromptGroup]) -> None:
+        """Take finished groups. Returns at once; grading begins, unless it needs a model that sleeps while others use
+        its memory."""
+        if not self._requests:
+            self._start = time.monotonic()
+        models_sleep = self._manager.models_sleep
+        for group in groups:
+            requests = [_Request(trajectory, _sent(trajectory.last)) for trajectory in group.trajectories]
+            self._requests += requests
+            is_held = models_sleep and self._manager.asks_models(group.prompt)
+            (self._held if is_held else self._unsent).extend(requests)
+        if self._unsent and not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._send_unsent)  # with whatever else comes in this turn of the loop
+
+    async def result(self) -> GradingReport:
+        """Wait for all scores. Raises RewardError as soon as more have failed than the policy allows."""
+        self._waiting_since = time.monotonic()
+        if self._held:
+            assert self._manager.models is not None
+            await self._awake.enter_async_context(self._manager.models.awake())
+            held, self._held = self._held, []
+            self._unsent += held
+        self._end = asyncio.get_running_loop().create_future()
+        self._send_unsent(now=True)
+        self._check_end()
+        try:
+            while not self._end.done():
+                await asyncio.wait([self._end], timeout=_PROGRESS_S)
+                if not self._end.done():
+                    self._manager.on_progress(self._progress())
+            self._end.result()
+        finally:
+            self._end = None
+        all_graded = [request.graded for request in self._requests if request.graded is not None]
+        num_restarts = min(len(self._starts_lost), _MOST_RESTARTS)
+        return GradingReport.of(all_graded, time.monotonic() - self._start, self._num_retried, num_restarts)
+
+    async def close(self) -> None:
+        """Stop what is left. Does nothing after `result`."""
+        self._unsent.clear()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _send_unsent(self, now: bool = False) -> None:
+        """Begin with what has come, as soon as it is worth a call or nothing else is under way."""
+        self._is_scheduled = False
+        inline: list[_Request] = []
+        if self._manager.inline is not None:
+            costs = self._manager.costs
+            inline = [request for request in self._unsent if costs.expected(request.sample) < _SENDING_S]
+            if inline:
+                self._spawn(self._grade_inline(inline, self._manager.inline))
+                self._unsent = [request for request in self._unsent if costs.expected(request.sample) >= _SENDING_S]
+        if self._unsent and (now or not self._tasks or self._is_worth_a_call()):
+            requests, self._unsent = self._unsent, []
+            self._send(requests)
+
+    def _is_worth_a_call(self) -> bool:
+        costs = self._manager.costs
+        return sum(costs.expected(request.sample) for request in self._unsent) >= _WORTH_A_CALL_S
+
+    def _send(self, requests: Sequence[_Request]) -> None:
+        shares = self._manager.shares(requests)
+        heads = _HEAD if len(requests) > _MANY else 0  # some go ahead, so that nobody waits until the rest is packed
+        for rank, share in shares.items():
+            if share[:heads]:
+                self._spawn(self._grade_on(rank, share[:heads]))
+        for rank, share in shares.items():
+            if share[heads:]:
+                self._spawn(self._grade_on(rank, share[heads:]))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        self._error = self._error or task.exception()
+        if self._unsent:
+            self._send_unsent()
+        self._check_end()
+
+    async def _grade_inline(self, requests: Sequence[_Request], rubric: Rubric) -> None:
+        start = turn = time.monotonic()
+        for request in requests:
+            score = rubric.grade_by_rule(request.sample)
+            now = time.monotonic()
+            self._take([(request, Graded(score, ran_s=now - start))])
+            if now - turn > _TURN_S:
+                await asyncio.sleep(0)
+                turn = time.monotonic()
+            start = time.monotonic()
+
+    async def _grade_on(self, rank: int, requests: Sequence[_Request]) -> None:
+        manager, left = self._manager, dict(enumerate(requests))
+        load = sum(request.cost for request in requests)
+        manager.load[rank] += load
+        num_starts = await manager.ready()
+        try:
+            samples = [request.sample for request in requests]
+            async with aclosing(manager.workers.stream(rank, RewardLoopWorker.grade, samples)) as stream:
+                async for finished in stream:
+                    self._take([(left.pop(index), graded) for index, graded in finished])
+            assert not left
+        except (WorkerDied, DeadlineError) as death:
+            await self._regrade(list(left.values()), num_starts, death.message)
+        finally:
+            manager.load[rank] -= load
+
+    async def _regrade(self, requests: Sequence[_Request], num_starts: int, why: str) -> None:
+        """Grade what a worker has lost with workers that were started again, by us or by another round."""
+        self._starts_lost.add(num_starts)
+        if len(self._starts_lost) > _MOST_RESTARTS:
+            reason = f"the reward workers ended {len(self._starts_lost)} times in this round: {why}"
+            for request in requests:
+                self._settle(request, Graded(Score.failed("infra_error", reason)))
+            return
+        await self._manager.restart(num_starts)
+        self._send(requests)
+
+    def _take(self, finished: Sequence[tuple[_Request, Graded]]) -> None:
+        again: list[_Request] = []
+        for request, graded in finished:
+            status = graded.score.status
             if graded.cache_hits == 0 and status == "ok":
-                self._costs.learn(sample, graded.ran_s)
-            if status in ("timeout", "infra_error") and self._attempts[place] < self._policy.retries:
-                self._attempts[place] += 1
-                again.append(place)
+                self._manager.costs.learn(request.sample, graded.ran_s)
+            if status in ("timeout", "infra_error") and request.num_attempts < self._policy.retries:
+                request.num_attempts += 1
+                again.append(request)
             else:
-                self._settle(place, graded)
-        self._num_retried += len(again)
-        self._send(again)
+                self._settle(request, graded)
+        if again:
+            self._num_retried += len(again)
+            self._send(again)
+        self._check_end()
 
-    def _settle(self, place: int, graded: Graded) -> None:
-        assert self._graded[place] is None
-        self._graded[place] = graded
+    def _settle(self, request: _Request, graded: Graded) -> None:
+        assert request.graded is None
+        request.graded = graded
+        request.trajectory.score = graded.score
         self._num_done += 1
         self._num_failed += graded.score.status != "ok"
-        if self._num_failed > self._policy.max_failure_share * len(self._samples):
-            raise self._too_many()
 
-    def _bring_back(self, why: str) -> None:
-        """All that has no score yet is graded anew by a group that was started anew, by us or by another round."""
-        self._unheard.clear()
-        held = set(self._held)
-        left = [place for place, graded in enumerate(self._graded) if graded is None and place not in held]
-        self._load, self._num_open = [0.0] * self._workers.world_size, [0] * self._workers.world_size
-        if self._num_restarts == _MOST_RESTARTS:
-            self.abandon()  # by those that live
-            reason = f"the reward workers ended {self._num_restarts + 1} times in this round: {why}"
-            for place in left:
-                self._settle(place, Graded(Score.failed("infra_error", reason)))
+    def _check_end(self) -> None:
+        if self._end is None or self._end.done():
             return
-        self._num_restarts += 1
-        is_mine = self._crew.bring_back(self._life)
-        self._life = self._crew.life
-        if not is_mine:
-            self.abandon()  # what has been sent to those whom another round has started
-        self._send(left)
+        if self._num_failed > self._policy.max_failure_share * len(self._requests):
+            self._end.set_exception(self._too_many())
+        elif self._error is not None:
+            self._end.set_exception(self._error)
+        elif self._num_done == len(self._requests):
+            self._end.set_result(None)
 
     def _progress(self) -> Progress:
         waited_s = time.monotonic() - self._waiting_since
-        return Progress(self._num_done, len(self._samples), self._num_failed, waited_s)
+        return Progress(self._num_done, len(self._requests), self._num_failed, waited_s)
 
     def _too_many(self) -> RewardError:
-        failed = [one.score for one in self._graded if one is not None and one.score.status != "ok"]
-        kinds = ", ".join(f"{count} {status}" for status, count in Counter(score.status for score in failed).items())
+        scores = (request.graded.score for request in self._requests if request.graded is not None)
+        failed = [score for score in scores if score.status != "ok"]
+        kinds = ", ".join(f"{count} {status}" for status, count in Counter(map(attrgetter("status"), failed)).items())
         return RewardError(
-            f"{len(failed)} of {len(self._samples)} samples could not be graded ({kinds}), more than "
+            f"{len(failed)} of {len(self._requests)} samples could not be graded ({kinds}), more than "
             f"reward.max_failure_share={self._policy.max_failure_share:g} allows. The first: {failed[0].reason}."
         )
+
+
+def _sent(sample: Sample) -> Sample:
+    """Return the sample as graders see it: experts are of no use to them, and large."""
+    return sample if sample.routes is None else replace(sample, routes=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,7 +87,7 @@ class Rubric:
 
     def grade_by_rule(self, sample: Sample) -> Score:
         terms = self.of(sample.prompt)
-        return combined(terms, [graded_by_rule(term, sample) for term in terms])
+        return combined(terms, [graded_by_rule(term.grader, sample) for term in terms])
 
     def __str__(self) -> str:
         """As a person would write it down."""
@@ -145,14 +145,10 @@ def _term(config: TermConfig, where: str) -> Term:
     return Term(config.name or config.grader, config.weight, make_grader(config.grader, config.options, where))
 
 
-def graded_by_rule(term: Term, sample: Sample) -> Score:
-    assert isinstance(term.grader, Rule)
-    return guarded(lambda: term.grader.grade(sample))  # type: ignore[attr-defined]
-
-
-def guarded(grade: Callable[[], Score]) -> Score:
+def graded_by_rule(grader: Grader, sample: Sample) -> Score:
+    assert isinstance(grader, Rule)
     try:
-        return grade()
+        return grader.grade(sample)
     except Exception as error:
         return Score.failed("invalid", f"raised {type(error).__name__}: {error}")
 

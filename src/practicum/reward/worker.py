@@ -1,233 +1,261 @@
-"""A reward worker: takes stacks of samples, grades them at once or over time, and hands out scores as they come."""
+"""A reward worker: takes samples in lists, and streams what came of them as they are graded.
+
+Rules are graded here. What may hang goes to processes that can be killed, models and services are asked over HTTP; see
+executors.py. Samples of several calls may be under way at a time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import pickle
-import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
-
-import uvloop
 
 from practicum.controller import Worker
-from practicum.reward.desks import Graded
-from practicum.reward.hall import GradingHall, HallSettings
-from practicum.types import PackedSamples, Sample, Score
+from practicum.errors import ProcessError, RewardError
+from practicum.processes import Limits, ProcessPool
+from practicum.reward.cache import ScoreCache
+from practicum.reward.client import RewardClient, Target
+from practicum.reward.executors import (
+    AsyncWork,
+    Executor,
+    Graded,
+    HttpExecutor,
+    InlineExecutor,
+    IsolatedWork,
+    ProcessExecutor,
+)
+from practicum.reward.graders.base import IsolatedGrader, Rule
+from practicum.reward.graders.function import UserFunction
+from practicum.reward.graders.remote import RemoteGrader
+from practicum.reward.limits import LimitClient
+from practicum.reward.rubric import Rubric, Term, combined
+from practicum.types import Sample, Score
 
 _STOP_S = 10.0
-_AT_A_TIME = 32
-_RULES_S = 0.05
-_FEW = 128  # samples
-_HANDFUL = 256  # finished samples that are worth a way to the manager
+_TURN_S = 0.05  # so long rules may hold up the event loop
+_REPORT_S = 0.25  # no longer than that without a word: silence is a worker that hangs
+_HANDFUL = 256  # graded samples that are worth a way to the manager
+_WAITING = 64
+
+Finished = list[tuple[int, Graded]]
+"""What came of some samples of a list, each with its index in it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
-    """Samples of one round with their places in it."""
+class RewardSettings:
+    """The work of one reward worker, and its share of what it works with."""
 
-    round: int
-    places: Sequence[int]
-    samples: Sequence[Sample]
+    rubric: Rubric
+    timeout_s: float
+    num_processes: int = 1
+    memory_bytes: int = 2048 << 20
+    num_coroutines: int = 128
+    """Calls of an async function at a time."""
+    targets: Mapping[str, Target] = field(default_factory=dict)
+    """The servers that are asked over HTTP, by the names that graders have for them."""
+    limits_at: tuple[str, int] | None = None
+    cache_folder: str | None = None
+    cache_version: str = ""
 
-    def first(self, num: int) -> Stack:
-        return Stack(self.round, self.places[:num], self.samples[:num])
+    @property
+    def most_at_once(self) -> int:
+        """Return how many samples are of use to a worker at a time: those under way, and some that wait behind."""
+        graders = [term.grader for term in self.rubric.terms]
+        if any(isinstance(grader, UserFunction) and grader.shape.takes_list for grader in graders):
+            return 1 << 30  # a function of a list sees all that came together
+        windows = [target.window for target in self.targets.values()]
+        return max(self.num_processes, self.num_coroutines, *windows) + _WAITING
 
-    def rest(self, num: int) -> Stack:
-        return Stack(self.round, self.places[num:], self.samples[num:])
-
-    def __reduce__(self) -> Any:
-        packed: PackedSamples | bytes | None = PackedSamples.of(self.samples) if self.samples else None
-        if len(self.samples) < _FEW:
-            packed = pickle.dumps(packed, protocol=5)  # as one piece: Ray has its own work with every array
-        return _unpacked, (self.round, self.places, packed)
-
-
-def _unpacked(number: int, places: Sequence[int], packed: PackedSamples | bytes | None) -> Stack:
-    if isinstance(packed, bytes):
-        packed = pickle.loads(packed)
-    assert not isinstance(packed, bytes)
-    return Stack(number, places, packed.unpack() if packed else [])
-
-
-@dataclass(frozen=True, slots=True)
-class Handout:
-    """What a worker has finished, and how many samples it still has."""
-
-    graded: list[tuple[int, Graded]]
-    num_left: int
-
-    def __reduce__(self) -> Any:
-        # As plain tuples, which pickle several times faster than the objects.
-        rows = [
-            (place, one.score.__reduce__()[1], (one.waited_s, one.ran_s, one.cache_hits)) for place, one in self.graded
-        ]
-        return _handed_out, (rows, self.num_left)
-
-
-def _handed_out(rows: list[tuple[Any, ...]], num_left: int) -> Handout:
-    return Handout([(place, Graded(Score(*score), *took)) for place, score, took in rows], num_left)
-
-
-@dataclass(slots=True)
-class _Round:
-    """What a worker has of a round that is open."""
-
-    num_left: int = 0
-    graded: list[tuple[int, Graded]] = field(default_factory=list)  # not handed out yet
-    unread: deque[tuple[int, Sample]] = field(default_factory=deque)  # to be graded by rule
+    @property
+    def is_inline(self) -> bool:
+        """Whether every grader is a rule and nothing is looked up: no executor ever waits."""
+        return self.rubric.is_by_rule and self.cache_folder is None
 
 
 class RewardLoopWorker(Worker):
-    """Grades by rule itself; hands what may hang to processes that can be killed, and asks models over HTTP.
+    """Grades samples. Belongs to the event loop in which it is started."""
 
-    Several rounds may be open at a time. They share what grades; their samples and scores are kept apart.
-    """
-
-    def __init__(self, settings: HallSettings) -> None:
+    def __init__(self, settings: RewardSettings) -> None:
         self._settings = settings
-        self._rounds: dict[int, _Round] = {}  # with samples that are not handed out, by number
-        self._unbegun: deque[tuple[int, int, Sample]] = deque()  # for the hall, each with its round and place
-        self._tasks: dict[asyncio.Task[None], int] = {}  # and the round each is of
-        self._news = threading.Condition()
-        self._hall: GradingHall | None = None
-        if not settings.rubric.is_by_rule or settings.cache_folder is not None:
-            self._start_hall()
+        self._rubric = settings.rubric
+        self._cache: ScoreCache | None = None
+        self._executors: dict[int, Executor] = {}  # by the identity of the term
+        self._open = AsyncExitStack()
+        self._starting: asyncio.Task[None] | None = None
 
-    def grade(self, stack: Stack, wait_s: float) -> Handout:
-        """Begin with a stack, and hand out what is finished of its round within `wait_s`."""
-        with self._news:
-            own = self._rounds.setdefault(stack.round, _Round())
-            own.num_left += len(stack.samples)
-        if self._hall is None:
-            own.unread.extend(zip(stack.places, stack.samples, strict=True))
-        else:
-            self._loop.call_soon_threadsafe(self._begin, stack)
-        return self.collect(stack.round, wait_s)
+    async def start(self) -> None:
+        """Start what stands behind the executors. Raises RewardError where a grader cannot work at all.
 
-    def collect(self, number: int, wait_s: float) -> Handout:
-        """What has been finished of a round since the last time; waits up to `wait_s` for all of it, or for a good
-        part."""
-        own = self._rounds.get(number)
-        if own is None:
-            return Handout([], 0)
-        if self._hall is None:
-            self._grade_by_rule(own, max(wait_s, _RULES_S))
-            wait_s = 0.0
-        with self._news:
-            self._news.wait_for(lambda: own.num_left == 0 or len(own.graded) >= _HANDFUL, wait_s)
-            graded, own.graded = own.graded, []
-            if own.num_left == 0:
-                del self._rounds[number]
-            return Handout(graded, own.num_left)
+        Doing it twice does nothing.
+        """
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._start())
+        await asyncio.shield(self._starting)
 
-    def abandon(self, number: int) -> None:
-        """Stop what is left of a round; its scores are not wanted any more."""
-        with self._news:
-            self._rounds.pop(number, None)
-        if self._hall is not None:
-            self._run(self._cancel(number))
+    async def stop(self) -> None:
+        """End it again, with all that is under way."""
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            starting.cancel()
+            await asyncio.wait([starting])
+        await self._open.aclose()
+        self._executors.clear()
 
-    def close(self) -> None:
-        if self._hall is not None:
-            hall, self._hall = self._hall, None
-            self._run(self._cancel())
-            self._run(hall.close())
-            self._end_loop()
+    async def grade(self, samples: list[Sample]) -> AsyncIterator[Finished]:
+        """Stream what came of each sample, in lists as they are finished; an empty list says that it goes on.
 
-    def _grade_by_rule(self, own: _Round, seconds: float) -> None:
-        """Here and now, but no longer than that: whoever asks wants to hear how far it is."""
-        now = time.monotonic()
-        deadline = now + seconds
-        while own.unread and now < deadline:
-            place, sample = own.unread.popleft()
-            start = now
-            score = self._settings.rubric.grade_by_rule(sample)
-            now = time.monotonic()
-            own.graded.append((place, Graded(score, ran_s=now - start)))
-            own.num_left -= 1
+        Closing the stream ends what is left.
+        """
+        await self.start()
+        if self._settings.is_inline:
+            for finished in self._grade_inline(samples):
+                yield finished
+                await asyncio.sleep(0)
+            return
+        todo, finished, news = iter(enumerate(samples)), Finished(), asyncio.Event()
 
-    def _start_hall(self) -> None:
-        self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="practicum-hall", daemon=True)
-        self._thread.start()
-        hall = GradingHall(self._settings)
+        async def grade_some() -> None:
+            for index, sample in todo:
+                finished.append((index, await self._grade(sample)))
+                if len(finished) >= _HANDFUL:
+                    news.set()
+
+        tasks = [asyncio.ensure_future(grade_some()) for _ in samples[: self._settings.most_at_once]]
+        everything = asyncio.gather(*tasks)
+        everything.add_done_callback(lambda _: news.set())
         try:
-            self._run(hall.start())
+            num_left = len(samples)
+            while num_left:
+                try:
+                    async with asyncio.timeout(_REPORT_S):
+                        await news.wait()
+                    news.clear()
+                except TimeoutError:
+                    pass
+                report, finished[:] = list(finished), []
+                num_left -= len(report)
+                yield report
+        finally:
+            everything.cancel()
+            if any(not task.done() for task in tasks):
+                await asyncio.wait(tasks, timeout=_STOP_S)
+
+    def _grade_inline(self, samples: Sequence[Sample]) -> Iterator[Finished]:
+        finished: Finished = []
+        start = turn = time.monotonic()
+        for index, sample in enumerate(samples):
+            score = self._rubric.grade_by_rule(sample)
+            now = time.monotonic()
+            finished.append((index, Graded(score, ran_s=now - start)))
+            start = now
+            if now - turn > _TURN_S:
+                yield finished
+                finished, start = [], time.monotonic()
+                turn = start
+        yield finished
+
+    async def _grade(self, sample: Sample) -> Graded:
+        try:
+            terms = self._rubric.of(sample.prompt)
+            if len(terms) == 1:
+                all_graded = [await self._grade_term(terms[0], sample)]
+            else:
+                all_graded = await asyncio.gather(*(self._grade_term(term, sample) for term in terms))
+        except Exception as error:  # ours, not the grader's: nobody must wait for it for ever
+            reason = "".join(traceback.format_exception(error)[-3:])
+            return Graded(Score.failed("infra_error", f"the reward worker failed: {reason}"))
+        return Graded(
+            combined(terms, [graded.score for graded in all_graded]),
+            waited_s=max((graded.waited_s for graded in all_graded), default=0.0),
+            ran_s=sum(graded.ran_s for graded in all_graded),
+            cache_hits=sum(graded.cache_hits for graded in all_graded),
+        )
+
+    async def _grade_term(self, term: Term, sample: Sample) -> Graded:
+        executor = self._executors[id(term)]
+        if self._cache is None:
+            return await executor.grade(sample)
+        key = self._cache.key(term.identity, sample)
+        kept = self._cache.get(key)
+        if kept is not None:
+            return Graded(kept, cache_hits=1)
+        graded = await executor.grade(sample)
+        self._cache.put(key, graded.score)
+        return graded
+
+    async def _start(self) -> None:
+        settings = self._settings
+        try:
+            if settings.cache_folder is not None:
+                self._cache = ScoreCache(settings.cache_folder, settings.cache_version)
+            limits = None
+            if settings.limits_at is not None:
+                limits = await LimitClient.connect(settings.limits_at)
+                self._open.callback(limits.close)
+            client = None
+            if self._rubric.asks:
+                client = RewardClient(settings.targets)
+                self._open.push_async_callback(client.close)
+            terms = self._rubric.terms
+            pools = await self._start_pools(terms)
+            for index, term in enumerate(terms):
+                self._executors[id(term)] = self._executor(index, term, pools, client, limits)
         except BaseException:
-            self._end_loop()
+            await self._open.aclose()
             raise
-        self._hall = hall
         gc.collect()
         gc.freeze()  # what there is now stays: no need to look through it again and again while samples come and go
 
-    def _end_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_STOP_S)
-        self._loop.close()
+    async def _start_pools(self, terms: Sequence[Term]) -> dict[bool, ProcessPool]:
+        """Start a pool for coroutines (True) and one for what blocks (False), where a term needs it."""
+        settings, pools = self._settings, {}
+        for is_async, work, size, capacity in (
+            (False, IsolatedWork, settings.num_processes, 1),
+            (True, AsyncWork, 1, settings.num_coroutines),
+        ):
+            graders = {i: term.grader for i, term in enumerate(terms) if _pool_of(term) is is_async}
+            if graders:
+                limits = Limits(settings.memory_bytes, capacity)
+                pool = ProcessPool(work(graders), size=size, limits=limits)  # type: ignore[arg-type]
+                try:
+                    await pool.start()
+                except ProcessError as error:
+                    raise RewardError(f"answers cannot be graded: {error}") from error
+                self._open.push_async_callback(pool.close)
+                pools[is_async] = pool
+        return pools
 
-    def _run(self, coroutine: Any) -> Any:
-        """In the hall's loop, waited for here."""
-        future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        return future.result()
+    def _executor(
+        self,
+        index: int,
+        term: Term,
+        pools: Mapping[bool, ProcessPool],
+        client: RewardClient | None,
+        limits: LimitClient | None,
+    ) -> Executor:
+        grader, timeout_s = term.grader, self._settings.timeout_s
+        is_async = _pool_of(term)
+        if isinstance(grader, UserFunction):
+            assert is_async is not None
+            takes_list = grader.shape.takes_list
+            return ProcessExecutor(pools[is_async], index, timeout_s, limits, takes_list=takes_list)
+        if is_async is not None:
+            return ProcessExecutor(pools[is_async], index, timeout_s, None)  # our own graders ask nobody
+        grader.prepare()
+        if isinstance(grader, RemoteGrader):
+            assert client is not None
+            target = self._settings.targets[grader.target]
+            return HttpExecutor(grader, client, target.timeout_s, target.window, limits)
+        assert isinstance(grader, Rule)
+        return InlineExecutor(grader)
 
-    # In the hall's loop
 
-    def _begin(self, stack: Stack) -> None:
-        if stack.round in self._rounds:  # else it was abandoned
-            self._unbegun.extend(
-                (stack.round, place, sample) for place, sample in zip(stack.places, stack.samples, strict=True)
-            )
-            self._go_on()
-
-    def _go_on(self) -> None:
-        """A few at a time, so that these are already under way while the next are made ready.
-
-        And not more than can be of use: what is made ready early takes its time from those whose turn it is.
-        """
-        assert self._hall is not None
-        num = len(self._unbegun)
-        if not self._hall.takes_lists:
-            num = min(num, _AT_A_TIME, self._hall.most_at_once - len(self._tasks))
-        for _ in range(num):
-            number, place, sample = self._unbegun.popleft()
-            task = self._loop.create_task(self._grade_one(number, place, sample))
-            self._tasks[task] = number
-            task.add_done_callback(self._one_done)
-        if self._unbegun and num == _AT_A_TIME:
-            self._loop.call_soon(self._go_on)
-
-    def _one_done(self, task: asyncio.Task[None]) -> None:
-        del self._tasks[task]
-        if self._unbegun:
-            self._go_on()
-
-    async def _grade_one(self, number: int, place: int, sample: Sample) -> None:
-        assert self._hall is not None
-        try:
-            graded = await self._hall.grade(sample)
-        except Exception as error:  # ours, not the grader's: nobody must wait for it for ever
-            reason = "".join(traceback.format_exception(error)[-3:])
-            graded = Graded(Score.failed("infra_error", f"the reward worker failed: {reason}"))
-        with self._news:
-            own = self._rounds.get(number)
-            if own is not None:
-                own.graded.append((place, graded))
-                own.num_left -= 1
-                if own.num_left == 0 or len(own.graded) == _HANDFUL:
-                    self._news.notify_all()
-
-    async def _cancel(self, number: int | None = None) -> None:
-        """What is left of a round, or of all."""
-        self._unbegun = deque(one for one in self._unbegun if number is not None and one[0] != number)
-        tasks = [task for task, of in self._tasks.items() if number is None or of == number]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=_STOP_S)
+def _pool_of(term: Term) -> bool | None:
+    """Return whether a term is graded among coroutines; None if it needs no process."""
+    if isinstance(term.grader, UserFunction):
+        return term.grader.shape.is_async
+    return False if isinstance(term.grader, IsolatedGrader) else None

@@ -6,23 +6,37 @@ send_again(replica)       to one that was started anew: what was sent last, if i
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from practicum.controller import side_by_side
 from practicum.errors import PracticumError, RolloutError, WeightsGone, WorkerDied, WorkerError
 from practicum.rollout.replica import RolloutReplica
-from practicum.weights import CheckedEngine, Fingerprint
-from practicum.weights import Ticket as WeightTicket
+from practicum.weights import Fingerprint, Place, Ticket
 
 log = logging.getLogger("practicum.rollout")
+
+
+class TrainerWeights(Protocol):
+    """The trainer, as far as replicas with weights of their own need it."""
+
+    async def open(self, engines: Sequence[Place]) -> None:
+        """Choose a channel that reaches all of them, and make ready to send."""
+
+    async def invite(self, version: int, num_receivers: int) -> Ticket | None:
+        """Return what replicas need to know before the weights are sent; None where they come after."""
+
+    async def send(self, version: int) -> Ticket:
+        """Send, and return when all is sent. `WeightsGone`, here or in `invite`, if this version has been sent before
+        and the trainer has learnt since."""
+
+    async def log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        """Return the log-probs of each token but the first, with the weights of now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,111 +46,103 @@ class _Failure:
     """Or it only waited for another one, in vain."""
 
 
-class WeightsOfTrainer(Protocol):
-    """The trainer, as far as replicas with weights of their own need it."""
-
-    def invite(self, version: int, num_receivers: int) -> WeightTicket | None:
-        """What replicas need to know before the weights are sent; None where they come after."""
-
-    def send(self, version: int) -> Callable[[], WeightTicket]:
-        """Begin to send. What is returned waits for the end of it. `WeightsGone`, here or there, if this version has
-        been sent before and the trainer has learnt since."""
-
-    def log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        """Of each token but the first, with the weights of now."""
-
-
 class WeightDelivery:
-    """Not for two threads at a time. `vocab_size` counts the tokens that all know; fingerprints are made of them."""
+    """Not for two calls at a time. `vocab_size` counts the tokens that all know; fingerprints are made of them."""
 
-    def __init__(self, weights: WeightsOfTrainer, replicas: Sequence[RolloutReplica], *, vocab_size: int) -> None:
-        """Trainer and replicas have just read the same files: how far apart they are now is no fault of any channel."""
+    def __init__(self, weights: TrainerWeights, replicas: Sequence[RolloutReplica], *, vocab_size: int) -> None:
         self._weights = weights
-        self._ticket: WeightTicket | None = None  # good for those who come later too
-        self._checks = {own.number: CheckedEngine(own.name, Fingerprint(vocab_size), own.log_probs) for own in replicas}
-        self._sequences = next(iter(self._checks.values())).fingerprint.sequences
-        self._expected = weights.log_probs(self._sequences)
+        self._ticket: Ticket | None = None  # good for those who come later too
+        self._fingerprints = {own.number: Fingerprint(vocab_size) for own in replicas}
+        self._sequences = Fingerprint(vocab_size).sequences
+        self._expected: list[NDArray[np.float32]] = []
 
-        def compare(replica: RolloutReplica) -> None:
-            replica.wake_up()
-            self._checks[replica.number].start(-1, self._expected)
+    async def calibrate(self, replicas: Sequence[RolloutReplica]) -> None:
+        """Wake the replicas and measure how far apart they and the trainer are now: all have just read the same files,
+        so that is no fault of any channel."""
+        self._expected = await self._weights.log_probs(self._sequences)
 
-        side_by_side(compare, replicas)
+        async def compare(replica: RolloutReplica) -> None:
+            await replica.wake_up()
+            found = await replica.log_probs(self._sequences)
+            self._fingerprints[replica.number].calibrate(replica.name, -1, self._expected, found)
 
-    def send(self, replicas: Sequence[RolloutReplica], version: int) -> dict[RolloutReplica, str]:
-        """Those that did not get them, and why; it is tried twice."""
+        await asyncio.gather(*map(compare, replicas))
+
+    async def send(self, replicas: Sequence[RolloutReplica], version: int) -> dict[RolloutReplica, str]:
+        """Return the replicas that did not get the weights, and why; it is tried twice."""
         self._ticket = None
-        self._expected = self._weights.log_probs(self._sequences)
+        self._expected = await self._weights.log_probs(self._sequences)
         culprits: list[RolloutReplica] = []
         others = list(replicas)
         while others:  # each time there are fewer: without a culprit nobody fails
-            failed = self._send(others, version)
+            failed = await self._send(others, version)
             culprits += [own for own, failure in failed.items() if failure.is_own]
             others = [own for own, failure in failed.items() if not failure.is_own]
         # Where all meet, one that is gone is not to spoil it for the others again.
-        again = [[own] for own in culprits] if self._ticket is None else [culprits]
-        lost = {own: failure for some in again if some for own, failure in self._send(some, version).items()}
+        lost: dict[RolloutReplica, _Failure] = {}
+        for some in [[own] for own in culprits] if self._ticket is None else [culprits]:
+            if some:
+                lost |= await self._send(some, version)
         return {own: failure.reason for own, failure in lost.items()}
 
-    def send_again(self, replica: RolloutReplica, version: int) -> None:
-        """The weights the others have, or `WeightsGone`. The trainer is not asked again if they are still there."""
+    async def send_again(self, replica: RolloutReplica, version: int) -> None:
+        """Give a replica the weights the others have, or raise `WeightsGone`. The trainer is not asked again if they
+        are still there."""
         if self._ticket is not None:
             try:
-                return self._give(replica, version, self._ticket)
+                return await self._give(replica, version, self._ticket)
             except PracticumError as error:
                 log.warning("%s needs its weights sent again: %s", replica.name, error)
-        failed = self._send([replica], version)
+        failed = await self._send([replica], version)
         if failed:
             raise RolloutError(failed[replica].reason)
 
-    def _send(self, replicas: Sequence[RolloutReplica], version: int) -> dict[RolloutReplica, _Failure]:
+    async def _send(self, replicas: Sequence[RolloutReplica], version: int) -> dict[RolloutReplica, _Failure]:
         try:
-            invitation = self._weights.invite(version, len(replicas))
-            sending = self._weights.send(version)
-            self._ticket = ticket = None if invitation is not None else sending()
+            invitation = await self._weights.invite(version, len(replicas))
+            ticket = self._ticket = None if invitation is not None else await self._weights.send(version)
         except WorkerError as error:
-            raise _as_it_is(error) from error
+            raise _unwrapped(error) from error
         failed: dict[RolloutReplica, _Failure] = {}
-        refusals: list[PracticumError] = []
-        is_off = threading.Event()
+        refusal: PracticumError | None = None
+        is_off = False
 
-        def call_off() -> None:
-            """Nobody is to wait for whoever has failed."""
-            is_off.set()
+        async def call_off() -> None:
+            """Let nobody wait for whoever has failed."""
+            nonlocal is_off
+            is_off = True
             if invitation is not None:
-                invitation.call_off()
+                await asyncio.to_thread(invitation.call_off)
 
-        def give(replica: RolloutReplica) -> None:
+        async def give(replica: RolloutReplica) -> None:
             try:
-                self._give(replica, version, invitation or ticket)
+                await self._give(replica, version, invitation or ticket)
             except PracticumError as error:
-                failed[replica] = _Failure(str(error), is_own=invitation is None or not is_off.is_set())
-                call_off()
+                failed[replica] = _Failure(str(error), is_own=invitation is None or not is_off)
+                await call_off()
 
-        def finish() -> None:
-            if invitation is None:
-                return
+        async def send() -> None:
+            nonlocal refusal
             try:
-                sending()
+                await self._weights.send(version)
             except PracticumError as error:
-                if not is_off.is_set():
-                    refusals.append(_as_it_is(error))
-                call_off()
+                refusal = None if is_off else _unwrapped(error)
+                await call_off()
 
-        works: list[Callable[[], None]] = [finish, *(partial(give, replica) for replica in replicas)]
-        side_by_side(lambda work: work(), works)
-        if not refusals or any(failure.is_own for failure in failed.values()):
+        await asyncio.gather(*([] if invitation is None else [send()]), *map(give, replicas))
+        if refusal is None or any(failure.is_own for failure in failed.values()):
             return failed
-        if not failed or isinstance(refusals[0], WeightsGone | WorkerDied):
-            raise refusals[0]
+        if not failed or isinstance(refusal, WeightsGone | WorkerDied):
+            raise refusal
         return {own: _Failure(failure.reason, is_own=True) for own, failure in failed.items()}  # it waited in vain
 
-    def _give(self, replica: RolloutReplica, version: int, ticket: WeightTicket | None) -> None:
-        check = self._checks[replica.number]
-        check.update(version, lambda: replica.update_weights(version, ticket), self._expected)
+    async def _give(self, replica: RolloutReplica, version: int, ticket: Ticket | None) -> None:
+        await replica.update_weights(version, ticket)
+        found = await replica.log_probs(self._sequences)
+        self._fingerprints[replica.number].compare(replica.name, version, self._expected, found)
 
 
-def _as_it_is(error: PracticumError) -> PracticumError:
+def _unwrapped(error: PracticumError) -> PracticumError:
     """What the trainer says of its weights is no failure of the trainer's."""
     cause = error.cause if isinstance(error, WorkerError) else None
     return cause if isinstance(cause, WeightsGone) else error

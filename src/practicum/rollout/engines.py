@@ -5,10 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
-
-import torch
 
 from practicum.adapters import LoneAdapters
 from practicum.config import OpenAIConfig, RolloutConfig, VllmConfig
@@ -76,46 +73,29 @@ def make_engine(settings: EngineSettings) -> BaseRollout:
 
 
 def _native(settings: EngineSettings) -> BaseRollout:
-    device, dtype = resolve_device(settings.device), DTYPES[settings.dtype]
-    if device.type == "cuda":
-        reason = _slow_reason(settings.model_path)
-        if not reason:
-            from practicum.rollout.cuda.engine import CudaRollout
-
-            return CudaRollout(
-                settings.model_path,
-                device=device,
-                dtype=dtype,
-                max_batch=settings.max_batch,
-                cache_gb=settings.cache_gb,
-                keep_routes=settings.keep_routes,
-                beside_trainer=settings.stays_loaded,
-            )
-        log.warning("rollout.engine=native goes its slow way on %s, several times slower: %s", device, reason)
     from practicum.rollout.native import NativeRollout
 
+    device = resolve_device(settings.device)
+    runner: Any = None
+    if device.type == "cuda":
+        from practicum.rollout.engine.cuda import unavailable_reason
+
+        if reason := unavailable_reason(load_config(settings.model_path)):
+            log.warning("rollout.engine=native goes its slow way on %s, several times slower: %s", device, reason)
+        else:
+            from practicum.rollout.engine.cuda.runner import CudaRunner
+
+            runner = CudaRunner
     return NativeRollout(
         settings.model_path,
         device=device,
-        dtype=dtype,
+        dtype=DTYPES[settings.dtype],
         max_batch=settings.max_batch,
         cache_gb=settings.cache_gb,
         keep_routes=settings.keep_routes,
         stays_loaded=settings.stays_loaded,
+        runner=runner,
     )
-
-
-def _slow_reason(model_path: str) -> str:
-    """Why the native engine's kernels and graphs cannot be used on a CUDA device; empty if they can."""
-    if find_spec("triton") is None:
-        return "Triton, which its kernels are written in, is not installed"
-    if torch.version.hip is not None:
-        return "its kernels are for NVIDIA's devices"
-    if torch.cuda.get_device_capability()[0] < _LEAST_CAPABILITY:
-        return f"its kernels need a device of compute capability {_LEAST_CAPABILITY}.0 or newer"
-    from practicum.rollout.cuda.step import unusual
-
-    return unusual(load_config(model_path))
 
 
 def _hf(settings: EngineSettings) -> BaseRollout:
@@ -132,7 +112,7 @@ def _hf(settings: EngineSettings) -> BaseRollout:
 
 
 def _vllm(settings: EngineSettings) -> BaseRollout:
-    from practicum.rollout.remote.vllm import VllmRollout
+    from practicum.rollout.vllm.engine import VllmRollout
 
     return VllmRollout(
         settings.model_path,
@@ -153,7 +133,7 @@ def _vllm(settings: EngineSettings) -> BaseRollout:
 
 
 def _openai(settings: EngineSettings) -> BaseRollout:
-    from practicum.rollout.remote.openai import OpenAIRollout
+    from practicum.rollout.openai import OpenAIRollout
 
     return OpenAIRollout(
         settings.openai.servers,
@@ -175,5 +155,4 @@ ENGINES: dict[str, Callable[[EngineSettings], BaseRollout]] = {
     "vllm": _vllm,
     "openai": _openai,
 }
-_LEAST_CAPABILITY = 8
 _EXTRAS = ("vllm",)  # engines whose packages do not come with practicum itself

@@ -1,311 +1,563 @@
-"""The replicas and their lives: started side by side, woken to write, put to sleep, started again when they are lost.
+"""The manager: gives prompt groups to the workers that have room, and looks after their replicas.
+
+    generate(groups) ─▶ waiting, by priority ─▶ worker with room and the fewest tokens to write ─▶ finished groups
+                           ▲                                   │
+                           └── what a lost replica had ◀───────┘    what it had finished is kept
 
     update_weights(version)   trainer ─ channel ─▶ every replica ─ same log-probs as the trainer's? ─▶ may write
-    for answers in write(requests)
-                              woken ─▶ a round of writing ─▶ asleep, or ended, however the round is left
-    a replica that is lost    ended, started again from the model's files, given the weights, back in the round
+    awake()                   replicas are woken; they sleep after it, or are ended, however the block is left
+    a replica that is lost    ended, started again from the model's files, given the weights, back at work
 
-Hybrid replicas are the trainer's own processes: they take its weights as they are, and are not started again.
+Lists of groups travel to and fro; a worker answers with the trajectories that it has finished, as they are finished. A
+trajectory counts when it has arrived, once; the others of its group can be written by anyone, since each has its own
+random numbers. All of it runs on one event loop. Hybrid replicas are the trainer's own processes: they take its weights
+as they are, and are not started again.
 """
 
 from __future__ import annotations
 
+import asyncio
+import heapq
 import itertools
 import logging
-import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from practicum.controller import side_by_side
-from practicum.errors import PracticumError, RolloutError, WeightsGone, WorkerError
+from practicum.controller import split_batch
+from practicum.errors import PracticumError, RolloutError, TrainingError, WeightsGone, WorkerError
 from practicum.rollout.delivery import WeightDelivery
 from practicum.rollout.replica import RolloutReplica
-from practicum.rollout.writing import Answer, ExpectedLengths, HandingOut, WritingRound
-from practicum.types import RolloutRequest
+from practicum.types import PromptGroup, Sample, Trajectory
 
 log = logging.getLogger("practicum.rollout")
-_MOST_RESTARTS = 2  # in one round, or for one version
+_MOST_RESTARTS = 2  # in a row
+_MORE_ATTEMPTS = 2
 _MOST_SESSIONS = 100_000
+_PARTS_PER_WORKER = 4
+_LEAST_ROOM = 1 / 16  # of a window: a worker with less is sent nothing, so that lists do not fall to pieces
+_NEWEST_COUNTS = 0.05
+_PING_EVERY_S = 30.0
+_ABORT_S = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One call of `generate`."""
+
+    priority: int
+    number: int
+    num_open: dict[str, int]  # trajectories that are not there yet, by the id of their group
+    finished: list[PromptGroup] = field(default_factory=list)  # and not yielded yet
+    error: BaseException | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    streams: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def fail(self, error: BaseException) -> None:
+        self.error = self.error or error
+        self.changed.set()
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """Trajectories of a group that one worker writes."""
+
+    call: _Call
+    group: PromptGroup
+    open: dict[int, Trajectory]  # those that are not there yet, by number
+    cost: float  # tokens expected of each
+    number: int  # in the order of the call's groups
+    num_attempts: int = 0
+
+    def __lt__(self, other: _Part) -> bool:
+        return self._order < other._order
+
+    @property
+    def _order(self) -> tuple[float, ...]:
+        """Within a call what has been given out before comes first, then the longest."""
+        return self.call.priority, self.call.number, -self.num_attempts, -self.cost, self.number
+
+    @property
+    def num_tokens(self) -> float:
+        return self.cost * len(self.open)
+
+    def to_send(self) -> PromptGroup:
+        params = replace(self.group.params, num_answers=len(self.open))
+        return replace(self.group, params=params, trajectories=list(self.open.values()))
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """A rank of a replica, which writes by itself."""
+
+    replica: RolloutReplica
+    rank: int
+    parts: set[_Part] = field(default_factory=set)  # with open trajectories
+    streams: dict[asyncio.Task[None], _Call] = field(default_factory=dict)
+    watch: asyncio.Task[None] | None = None
+    heard_at: float = 0.0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.replica.number, self.rank
+
+    @property
+    def num_open(self) -> int:
+        return sum(len(part.open) for part in self.parts)
+
+    @property
+    def num_tokens(self) -> float:
+        return sum(part.num_tokens for part in self.parts)
+
+
+class ExpectedLengths:
+    """How long answers get, learnt from those to prompts of the same source."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, float] = {}
+
+    def expected(self, group: PromptGroup, trajectory: Trajectory) -> float:
+        most = group.params.max_new_tokens
+        written = len(trajectory.last.token_ids) if trajectory.samples else 0
+        return max(1.0, min(most, self._tokens.get(group.prompt.data_source, most)) - written)
+
+    def learn(self, sample: Sample) -> None:
+        source, now = sample.prompt.data_source, float(len(sample.token_ids))
+        before = self._tokens.get(source)
+        self._tokens[source] = now if before is None else before + _NEWEST_COUNTS * (now - before)
 
 
 class RolloutManager:
-    """`for answers in manager.write(requests)`. `delivery` is None where replicas share the trainer's own weights."""
+    """`async for groups in manager.generate(prompt_groups)`.
+
+    `window` is the most answers that a worker has at a time. None gives all out at once, by the order of the groups
+    alone, so that every run does it alike. A worker that finishes nothing for `silence_s` has failed. `delivery` is None
+    where replicas share the trainer's own weights. `sleeps`: replicas sleep outside of `awake`.
+    """
 
     def __init__(
         self,
         replicas: Sequence[RolloutReplica],
-        rules: HandingOut,
         *,
+        window: int | None,
+        silence_s: float = 1800.0,
         delivery: WeightDelivery | None,
         sleeps: bool,
     ) -> None:
         self.replicas = list(replicas)
         self.sleeps = sleeps
-        """Whether they are asleep from the end of a round until they get new weights or the next one begins."""
         self.version = -1
-        """Of the weights they write with."""
-        self.sessions: dict[str, tuple[int, int]] = {}
-        self._rules = rules
+        """The version of the weights that replicas write with."""
+        self._window = window
+        self._silence_s = silence_s
         self._delivery = delivery
         self._lengths = ExpectedLengths()
         self._numbers = itertools.count()
-        self._news = threading.Condition()
-        self._is_writing = False
-        self._is_updating = False
+        self._workers = [_Worker(own, rank) for own in self.replicas for rank in range(own.num_workers)]
+        self._calls: set[_Call] = set()
+        self._waiting: list[_Part] = []  # a heap
+        self._sessions: dict[str, tuple[int, int]] = {}  # the worker each is with, by its key
+        self._num_awake = 0  # blocks of `awake`
+        self._is_paused = False  # new weights are on their way: workers are sent nothing
         self._is_closed = False
-        self._is_over = False
-        self._num_tries = dict.fromkeys((replica.number for replica in self.replicas), 0)
-        self._returning: dict[int, Future[None]] = {}
+        self._num_tries = dict.fromkeys((own.number for own in self.replicas), 0)
+        self._restarts: dict[int, asyncio.Task[None]] = {}
         self._late: set[int] = set()  # started again when the trainer had learnt on: they wait for the next weights
-        self._updates = threading.Lock()  # of two versions one comes after the other
-        self._giving = threading.Lock()  # weights are given by one thread at a time
-        self._threads = ThreadPoolExecutor(max(1, len(self.replicas)), thread_name_prefix="practicum-replicas")
+        self._lifecycle = asyncio.Lock()  # waking, new weights and falling asleep come one after another
+        self._giving = asyncio.Lock()  # weights are given by one at a time
 
     @property
     def num_restarts(self) -> int:
-        """Of all replicas, since they were started."""
+        """The number of restarts of all replicas since they were started."""
         return sum(replica.num_restarts for replica in self.replicas)
 
-    def write(self, requests: Sequence[RolloutRequest]) -> Generator[list[Answer], None, None]:
-        """The answers to all requests, in lists as they are finished by any replica. Leaving the loop early breaks the
-        rest off. One at a time."""
-        if not requests:
-            return
-        with self._news:
-            if self._is_writing:
-                raise RolloutError("replicas are writing already: finish or close the first `write`.")
-            self._is_writing = True
-        try:
-            with self._awake():
-                self._forget_sessions()
-                writing = WritingRound(next(self._numbers), requests, self, self._rules, self._lengths)
-                try:
-                    yield from writing.answers()
-                finally:
-                    writing.abandon()
-        finally:
-            self._is_writing = False
+    @property
+    def healthy(self) -> list[RolloutReplica]:
+        """The replicas that can write now."""
+        return [replica for replica in self.replicas if not replica.problem]
 
-    def update_weights(self, version: int, *, stays_awake: bool = True) -> None:
-        """Have all replicas write with the trainer's weights of now, under this version.
+    async def generate(
+        self, groups: Sequence[PromptGroup], *, priority: int = 0
+    ) -> AsyncGenerator[list[PromptGroup], None]:
+        """Write the missing trajectories, and yield each group once, in lists as groups are finished.
 
-        May be called while they write: answers under way are finished with the old weights first, or, with partial
-        rollout, broken off and gone on with under the new ones. Unless they are to stay awake for a round that comes
-        next, those that sleep between rounds do so again.
+        Several calls share the workers; of what waits the lowest `priority` comes first, then the call that was made
+        first. Closing the generator early aborts its rest.
         """
-        with self._updates, self._pause():
-            self._wait_for_returning()
-            with self._giving:
-                self.version = version
-                if self._delivery is None:
-                    for replica in self.replicas:
-                        replica.update_weights(version)
-                else:
-                    late = self._take_late()
-                    failed = self._delivery.send([*self.well(), *late], version)
-                    for replica in late:
-                        replica.problem = ""
-                    for replica, problem in failed.items():
-                        self.lose(replica, problem)
-            self._forgive()  # now that there are weights to come back to
-        if not self.well():
-            self._wait_for_returning()
-            self._check_hope()
-        if not stays_awake and not self._is_writing:
-            self._put_all_to_sleep()
-
-    def break_off(self) -> None:
-        """From any thread: whoever is writing gets a RolloutError soon, and what is left is broken off."""
-        with self._news:
-            self._is_over = True
-            self._news.notify_all()
-
-    def take_counts(self) -> Counter[str]:
-        """Conversations, turns, and calls of tools by what came of them, since the last time. Not while they write."""
-        counts = Counter[str]()
-        for replica in self.well():
+        if finished := [group for group in groups if group.is_finished]:
+            yield finished
+        async with self.awake():
+            call = self._begin([group for group in groups if not group.is_finished], priority)
             try:
-                for own in replica.take_counts():
-                    counts.update(own)
-            except WorkerError as error:  # the next round finds out whether it can go on
-                log.warning("%s does not tell what its tools did: %s", replica.name, error.message)
-        return counts
+                while call.num_open or call.finished:
+                    await call.changed.wait()
+                    call.changed.clear()
+                    finished, call.finished = call.finished, []
+                    if finished:
+                        yield finished
+                    if call.error is not None:
+                        raise call.error
+            finally:
+                await self._end(call)
 
-    def close(self) -> None:
-        """End the replicas that are not the trainer's. Closing twice does nothing."""
-        self._is_closed = True
-        self._threads.shutdown(wait=True, cancel_futures=True)
-        with ExitStack() as stack:  # all are ended, even if one raises
-            for replica in self.replicas:
-                stack.callback(replica.end)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    # What a round asks of us
-
-    def well(self) -> list[RolloutReplica]:
-        with self._news:
-            return [own for own in self.replicas if not own.problem and own.number not in self._returning]
-
-    @contextmanager
-    def calling(self) -> Iterator[bool]:
-        with self._news:  # calls that are made now reach the workers before those for new weights
-            if self._is_over:
-                raise RolloutError("writing was broken off.")
-            yield not self._is_updating
-
-    def wait(self, seconds: float) -> None:
-        self._check_hope()
-        with self._news:
-            self._news.wait(seconds)
-
-    def lose(self, replica: RolloutReplica, reason: str) -> None:
-        if not replica.is_own:
-            raise RolloutError(f"{replica.name} cannot write: {reason}")
-        with self._news:
-            if replica.number in self._returning or self._is_closed:
-                return
-            self._late.discard(replica.number)
-            self._num_tries[replica.number] += 1
-            replica.problem = reason
-            if self._num_tries[replica.number] > _MOST_RESTARTS:
-                log.warning("%s was lost again and again and stays away: %s", replica.name, reason)
-            else:
-                log.warning("%s is lost and started again; whoever can takes what it had: %s", replica.name, reason)
-                self._returning[replica.number] = self._threads.submit(self._bring_back, replica)
-            self._news.notify_all()
-
-    # Lives
-
-    def _bring_back(self, replica: RolloutReplica) -> None:
-        """In a thread of its own: the others go on meanwhile."""
+    @asynccontextmanager
+    async def awake(self) -> AsyncIterator[None]:
+        """Have the replicas awake in the block, whoever else is in one. Those that sleep do so after the last."""
+        await self._lifecycle.acquire()
+        self._num_awake += 1
         try:
-            replica.restart()
-            replica.wake_up()
-            with self._giving:  # to the end: new weights are not to be sent round while it is neither here nor there
-                problem = ""
-                if self._delivery is not None and self.version >= 0:
-                    try:
-                        self._delivery.send_again(replica, self.version)
-                    except WeightsGone as error:  # newer ones must not go by the old version
-                        log.warning("%s waits for the next weights: %s", replica.name, error)
-                        problem = str(error)
-                self._is_back(replica, problem, is_late=bool(problem))
-        except PracticumError as error:
-            self._is_back(replica, str(error))
-            self.lose(replica, str(error))
-        except BaseException as error:  # a mistake of ours: nobody must wait for it for ever
-            self._is_back(replica, f"{type(error).__name__}: {error}")
-            raise
-
-    def _is_back(self, replica: RolloutReplica, problem: str, *, is_late: bool = False) -> None:
-        with self._news:
-            replica.problem = problem
-            if is_late:
-                self._late.add(replica.number)
-            del self._returning[replica.number]
-            self._news.notify_all()
-
-    @contextmanager
-    def _awake(self) -> Iterator[None]:
-        self._forgive()
-        try:
-            side_by_side(self._wake, self.well())
+            try:
+                if self._num_awake == 1:
+                    self._forgive()
+                    await _all(self._wake(replica) for replica in self.healthy)
+            finally:
+                self._lifecycle.release()
             yield
         except BaseException:
             with suppress(PracticumError):  # what went wrong first says more
-                self._put_all_to_sleep()
+                await self._leave()
             raise
-        self._put_all_to_sleep()
+        await self._leave()
 
-    def _put_all_to_sleep(self) -> None:
-        if self.sleeps:
-            self._wait_for_returning()  # or they would come back awake
-            with self._news:
-                late = [own for own in self.replicas if own.number in self._late]
-            side_by_side(self._put_to_sleep, [*self.well(), *late])
+    async def _leave(self) -> None:
+        async with self._lifecycle:
+            self._num_awake -= 1
+            await self._put_to_sleep()
+
+    async def update_weights(self, version: int, *, stays_awake: bool = True) -> None:
+        """Have all replicas write with the trainer's weights of now, under this version.
+
+        It may be called while they write: answers under way are finished with the old weights first, or, with partial
+        rollout, aborted and gone on with under the new ones. Unless they are to stay awake for what comes next, those
+        that sleep do so again.
+        """
+        async with self._lifecycle:
+            self._is_paused = True
+            try:
+                await self._wait_for_restarts()
+                async with self._giving:
+                    self.version = version
+                    await self._give_weights(version)
+                self._forgive()  # now that there are weights to come back to
+                if not self.healthy:
+                    await self._wait_for_restarts()
+                    if (error := self._hopeless()) is not None:
+                        raise error
+                if not stays_awake:
+                    await self._put_to_sleep()
+            finally:
+                self._is_paused = False
+                for worker in self._workers:
+                    worker.heard_at = time.monotonic()  # it had something else to do
+                self._dispatch()
+
+    async def close(self) -> None:
+        """End the replicas that are not the trainer's. Closing twice does nothing."""
+        self._is_closed = True
+        for call in self._calls:
+            call.fail(RolloutError("the rollout manager has been closed."))
+        watches = [worker.watch for worker in self._workers if worker.watch is not None]
+        for task in [*self._restarts.values(), *watches]:
+            task.cancel()
+        await self._wait_for_restarts()
+        await _all(replica.end() for replica in self.replicas)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # Giving out and taking in
+
+    def _begin(self, groups: Sequence[PromptGroup], priority: int) -> _Call:
+        if self._is_closed:
+            raise RolloutError("the rollout manager has been closed.")
+        if again := [own for own, num in Counter(group.id for group in groups).items() if num > 1]:
+            raise RolloutError(f"two prompt groups have the id {again[0]!r}: ids are unique in a run.")
+        open_of = [[t for t in group.trajectories if not t.is_finished] for group in groups]
+        num_open = {group.id: len(own) for group, own in zip(groups, open_of, strict=True)}
+        call = _Call(priority, next(self._numbers), num_open)
+        self._calls.add(call)
+        most = sum(num_open.values())
+        if self._window is not None:  # every worker has some, and the answers to one prompt are together otherwise
+            most = max(1, most // (_PARTS_PER_WORKER * len(self._workers)))
+        for group, own in zip(groups, open_of, strict=True):
+            size = most if group.session is None else len(own)
+            for start in range(0, len(own), size):
+                part = {trajectory.number: trajectory for trajectory in own[start : start + size]}
+                cost = self._lengths.expected(group, own[start])
+                heapq.heappush(self._waiting, _Part(call, group, part, cost, next(self._numbers)))
+        if (error := self._hopeless()) is not None:
+            call.fail(error)
+        self._dispatch()
+        return call
+
+    async def _end(self, call: _Call) -> None:
+        """Abort what is left of a call. Does nothing when all is written."""
+        self._calls.discard(call)
+        self._waiting = [part for part in self._waiting if part.call is not call]
+        heapq.heapify(self._waiting)
+        for task in call.streams:
+            task.cancel()
+        if call.streams:
+            await asyncio.wait(call.streams, timeout=_ABORT_S)
+        for worker in self._workers:
+            worker.parts = {part for part in worker.parts if part.call is not call}
+            if call in worker.streams.values():
+                self._lose(worker.replica, f"it did not abort what it was writing within {_ABORT_S:g} s")
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Send what waits to workers that have room for it, in lists."""
+        workers = [worker for worker in self._workers if not worker.replica.problem]
+        if not self._waiting or not workers or self._is_paused or self._is_closed:
+            return
+        lists: dict[tuple[_Worker, _Call], list[_Part]] = {}
+        for worker, part in self._shared_out(workers) if self._window is None else self._chosen(workers, self._window):
+            worker.parts.add(part)
+            lists.setdefault((worker, part.call), []).append(part)
+        for (worker, call), parts in lists.items():
+            if not worker.streams:
+                worker.heard_at = time.monotonic()
+            task = asyncio.create_task(self._receive(worker, call, parts))
+            worker.streams[task] = call
+            call.streams.add(task)
+            task.add_done_callback(worker.streams.pop)
+            task.add_done_callback(call.streams.discard)
+            if worker.watch is None or worker.watch.done():
+                worker.watch = asyncio.create_task(self._watch(worker))
+
+    def _shared_out(self, workers: Sequence[_Worker]) -> Iterator[tuple[_Worker, _Part]]:
+        """Everything, in shares of the same size."""
+        parts, self._waiting = sorted(self._waiting, key=lambda part: (part.call.number, part.number)), []
+        for _, own in itertools.groupby(parts, key=lambda part: part.call):
+            for worker, share in zip(workers, split_batch(list(own), len(workers)), strict=True):
+                yield from ((worker, part) for part in share)
+
+    def _chosen(self, workers: Sequence[_Worker], window: int) -> Iterator[tuple[_Worker, _Part]]:
+        """Whatever workers have room for, the next part always to the one that has the fewest tokens to write."""
+        room = {worker: window - worker.num_open for worker in workers}
+        load = {worker: worker.num_tokens for worker in workers}
+        free = {worker for worker in workers if room[worker] >= max(1, int(window * _LEAST_ROOM))}
+        if not free:
+            return
+        fair = (sum(part.num_tokens for part in self._waiting) + sum(load.values())) / len(workers)
+        by_key = {worker.key: worker for worker in workers}
+        kept = []  # of sessions whose workers have no room
+        while self._waiting:
+            open_to_more = [worker for worker in workers if worker in free and load[worker] < fair]
+            if not open_to_more:
+                break
+            worker, part = min(open_to_more, key=lambda worker: load[worker]), heapq.heappop(self._waiting)
+            if (session := part.group.session) is not None:
+                worker = by_key.get(self._sessions.pop(session, worker.key), worker)
+                self._sessions[session] = worker.key  # those nobody has gone on with for long are forgotten first
+                if worker not in free:
+                    kept.append(part)
+                    continue
+            room[worker] -= len(part.open)
+            load[worker] += part.num_tokens
+            if room[worker] <= 0:
+                free.discard(worker)
+            yield worker, part
+        for part in kept:
+            heapq.heappush(self._waiting, part)
+        for session in list(itertools.islice(self._sessions, max(0, len(self._sessions) - _MOST_SESSIONS))):
+            del self._sessions[session]
+
+    async def _receive(self, worker: _Worker, call: _Call, parts: Sequence[_Part]) -> None:
+        """Send a worker one list, and take in what it has finished of it."""
+        replica = worker.replica
+        part_of = {(part.group.id, number): part for part in parts for number in part.open}
+        try:
+            async with aclosing(replica.generate(worker.rank, [part.to_send() for part in parts])) as stream:
+                async for groups in stream:
+                    self._take_in(worker, part_of, groups)
+            if any(part in worker.parts for part in parts):
+                self._lose(replica, "it left answers out")
+        except WorkerError as error:
+            if isinstance(error.cause, RolloutError | TrainingError):  # no other replica would do better
+                raised = type(error.cause)(f"{replica.name}: {error.cause}")
+                raised.__cause__ = error
+                call.fail(raised)
+            else:
+                self._lose(replica, error.message)
+        except Exception as error:  # such as a prompt that cannot travel: nobody must wait for it for ever
+            call.fail(error)
+
+    def _take_in(self, worker: _Worker, part_of: dict[tuple[str, int], _Part], groups: Sequence[PromptGroup]) -> None:
+        for came, part in ((t, part_of.get((group.id, t.number))) for group in groups for t in group.trajectories):
+            if part is None or part not in worker.parts or (own := part.open.pop(came.number, None)) is None:
+                continue
+            own.samples, own.counts = came.samples, came.counts
+            if not part.open:
+                worker.parts.remove(part)
+            if not own.is_finished:  # aborted by no wish of ours: whoever has room goes on with it
+                self._put_back(replace(part, open={own.number: own}), "abort")
+                continue
+            self._lengths.learn(own.last)
+            call, group = part.call, part.group
+            call.num_open[group.id] -= 1
+            if not call.num_open[group.id]:
+                del call.num_open[group.id]
+                call.finished.append(group)
+                call.changed.set()
+        worker.heard_at = time.monotonic()
+        self._dispatch()
+
+    def _put_back(self, part: _Part, reason: str) -> None:
+        part.num_attempts += 1
+        # Every replica may be lost once by no fault of this group; then it looks as if it were the cause.
+        if part.num_attempts == len(self.replicas) + _MORE_ATTEMPTS:
+            part.call.fail(
+                RolloutError(
+                    f"prompt {part.group.prompt.id} was given to replicas {part.num_attempts} times in turn, and none "
+                    f"answered it. The last: {reason}"
+                )
+            )
+        elif part.call in self._calls:
+            heapq.heappush(self._waiting, part)
+
+    async def _watch(self, worker: _Worker) -> None:
+        """Find out that a worker does not answer at all, or finishes nothing for too long."""
+        while num_open := worker.num_open:
+            silent_s = time.monotonic() - worker.heard_at
+            if silent_s > self._silence_s and not self._is_paused:
+                reason = f"it has not finished an answer for {silent_s:.0f} s, with {num_open} to write"
+                return self._lose(worker.replica, reason)
+            await asyncio.sleep(min(_PING_EVERY_S, max(0.0, self._silence_s - silent_s) + 0.01))
+            try:
+                await worker.replica.ping(worker.rank)
+            except WorkerError as error:
+                return self._lose(worker.replica, error.message)
+
+    # Replicas that are lost
+
+    def _lose(self, replica: RolloutReplica, reason: str) -> None:
+        """Give up on a replica for now: all that it had is written by others, or by itself when it is back."""
+        if replica.problem or self._is_closed:
+            return
+        if not replica.is_own:
+            return self._fail_calls(RolloutError(f"{replica.name} cannot write: {reason}"))
+        replica.problem = reason
+        for worker in self._workers:
+            if worker.replica is replica:
+                self._sessions = {session: key for session, key in self._sessions.items() if key != worker.key}
+                for task in (*worker.streams, *([] if worker.watch is None else [worker.watch])):
+                    if task is not asyncio.current_task():
+                        task.cancel()
+                parts, worker.parts = worker.parts, set()
+                for part in parts:
+                    self._put_back(part, reason)
+        self._start_again(replica)
+        self._dispatch()
+
+    def _start_again(self, replica: RolloutReplica) -> None:
+        if replica.number not in self._restarts:
+            self._restarts[replica.number] = asyncio.create_task(self._restart(replica))
+
+    async def _restart(self, replica: RolloutReplica) -> None:
+        number = replica.number
+        try:
+            while replica.problem and self._num_tries[number] < _MOST_RESTARTS:
+                self._num_tries[number] += 1
+                log.warning(
+                    "%s is lost, and others take what it had. Starting it again: %s", replica.name, replica.problem
+                )
+                try:
+                    await replica.restart()
+                    await replica.wake_up()
+                    async with self._giving:  # to the end: it must not miss the next weights
+                        if self._delivery is not None and self.version >= 0:
+                            await self._delivery.send_again(replica, self.version)
+                        replica.problem = ""
+                except WeightsGone as error:  # newer ones must not go by the old version
+                    log.warning("%s waits for the next weights: %s", replica.name, error)
+                    replica.problem = str(error)
+                    self._late.add(number)
+                    return
+                except Exception as error:  # whatever it was: others may still be able to write
+                    replica.problem = str(error) if isinstance(error, PracticumError) else repr(error)
+            if replica.problem:
+                log.warning("%s was lost again and again and stays away: %s", replica.name, replica.problem)
+        finally:
+            del self._restarts[number]
+            if (hopeless := self._hopeless()) is not None:
+                self._fail_calls(hopeless)
+            self._dispatch()
 
     def _forgive(self) -> None:
-        """Whoever stayed away is tried again."""
-        with self._news:
-            for replica in self.replicas:
-                if replica.number not in self._returning and replica.number not in self._late:
-                    self._num_tries[replica.number] = 0
-                    if replica.problem:
-                        self.lose(replica, replica.problem)
+        """Try again whoever stayed away."""
+        for replica in self.replicas:
+            if replica.number not in self._restarts and replica.number not in self._late:
+                self._num_tries[replica.number] = 0
+                if replica.problem:
+                    self._start_again(replica)
 
-    def _take_late(self) -> list[RolloutReplica]:
-        """To be given weights with the others, and counted among them from then on."""
-        with self._news:
-            late = [own for own in self.replicas if own.number in self._late]
-            self._late.clear()
-        return late
+    async def _wait_for_restarts(self) -> None:
+        while self._restarts:  # each has deadlines of its own
+            await asyncio.wait(self._restarts.values())
 
-    def _forget_sessions(self) -> None:
-        """Of those nobody has gone on with for long."""
-        for session in list(self.sessions)[:-_MOST_SESSIONS]:
-            del self.sessions[session]
+    def _hopeless(self) -> RolloutError | None:
+        # New weights, for which late ones wait, are on their way: they are late because the trainer learns.
+        if self._restarts or self._late or self.healthy:
+            return None
+        problems = "; ".join(f"{replica.name}: {replica.problem}" for replica in self.replicas)
+        return RolloutError(f"no replica can write any more. {problems}")
 
-    def _wake(self, replica: RolloutReplica) -> None:
-        self._or_lose(replica, replica.wake_up)
+    def _fail_calls(self, error: RolloutError) -> None:
+        for call in self._calls:
+            call.fail(error)
 
-    def _put_to_sleep(self, replica: RolloutReplica) -> None:
+    # Weights, sleep
+
+    async def _give_weights(self, version: int) -> None:
+        if self._delivery is None:
+            return await _all(replica.update_weights(version) for replica in self.replicas)
+        late = [replica for replica in self.replicas if replica.number in self._late]
+        self._late.clear()
+        failed = await self._delivery.send([*self.healthy, *late], version)
+        for replica in late:
+            replica.problem = ""
+        for replica, problem in failed.items():
+            self._lose(replica, problem)
+
+    async def _wake(self, replica: RolloutReplica) -> None:
+        try:
+            await replica.wake_up()
+        except PracticumError as error:
+            if not replica.is_own:
+                raise
+            self._lose(replica, str(error))
+
+    async def _put_to_sleep(self) -> None:
+        """Have replicas fall asleep, unless somebody needs them awake."""
+        if self.sleeps and not self._num_awake:
+            await self._wait_for_restarts()  # or they would come back awake
+            await _all(self._sleep(own) for own in self.replicas if not own.problem or own.number in self._late)
+
+    async def _sleep(self, replica: RolloutReplica) -> None:
         """Asleep, or ended: in either case it holds none of the device."""
         try:
-            replica.sleep()
+            await replica.sleep()
         except PracticumError as error:
             if not replica.is_own:
                 raise
             log.warning("%s is ended, to be started again when needed: it did not fall asleep: %s", replica.name, error)
-            with self._news:
-                replica.problem = str(error)
-                self._late.discard(replica.number)
-            replica.end()
+            replica.problem = str(error)
+            self._late.discard(replica.number)
+            await replica.end()
 
-    def _or_lose(self, replica: RolloutReplica, do: Callable[[], None]) -> None:
-        try:
-            do()
-        except PracticumError as error:
-            if not replica.is_own:
-                raise
-            self.lose(replica, str(error))
 
-    def _wait_for_returning(self) -> None:
-        """Each has deadlines of its own."""
-        while True:
-            with self._news:
-                returning = list(self._returning.values())
-            if not returning:
-                return
-            for future in returning:
-                future.exception()
-
-    def _check_hope(self) -> None:
-        with self._news:
-            # New weights, for which late ones wait, are on their way: they are late because the trainer learns.
-            if self._returning or self._late or any(not replica.problem for replica in self.replicas):
-                return
-        told = "; ".join(f"{replica.name}: {replica.problem}" for replica in self.replicas)
-        raise RolloutError(f"no replica can write any more. {told}")
-
-    # Weights
-
-    @contextmanager
-    def _pause(self) -> Iterator[None]:
-        """No more calls to the replicas' workers but ours: those there are end within seconds."""
-        with self._news:
-            self._is_updating = True
-        try:
-            yield
-        finally:
-            with self._news:
-                self._is_updating = False
-                self._news.notify_all()
+async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all of them, each to its end; then raise the first error."""
+    for error in await asyncio.gather(*coroutines, return_exceptions=True):
+        if error is not None:
+            raise error

@@ -139,4 +139,4 @@ class NativeRollout(LocalRollout):
 
     @property
     def _has_work(self) -> bool:
-        return self._scheduler.has_work or self.model.num_in_flight > 0
+        return self._scheduler.has_work  # a launch of none but ended sequences may be in flight

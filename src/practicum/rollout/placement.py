@@ -1,16 +1,19 @@
-"""Where replicas live: how many fit, on which places, and a manager over them for the time of a block.
+"""Where replicas live: how many fit, on which places, a manager over them; and what would keep them from starting.
 
 hybrid       the trainer's own processes: one engine in each
-colocated    the trainer's places, a process of its own on each, asleep while the trainer learns
-standalone   places beside the trainer's, never asleep
+colocated    the trainer's devices, a process of its own on each, asleep while the trainer learns
+standalone   devices beside the trainer's, never asleep
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import asyncio
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from http.client import HTTPException
 
 from practicum.config import RolloutConfig
 from practicum.controller import (
@@ -20,27 +23,22 @@ from practicum.controller import (
     WorkerGroup,
     num_replicas,
     places_beside,
-    side_by_side,
 )
-from practicum.errors import PracticumError, WorkerError
+from practicum.controller.loop import run_sync
+from practicum.errors import PracticumError, RolloutError, WorkerError
 from practicum.models import load_config, load_tokenizer, num_cores
-from practicum.rollout.delivery import WeightDelivery, WeightsOfTrainer
+from practicum.rollout.delivery import TrainerWeights, WeightDelivery
 from practicum.rollout.engines import EngineSettings
 from practicum.rollout.manager import RolloutManager
 from practicum.rollout.replica import RolloutReplica
 from practicum.rollout.worker import RolloutWorker
-from practicum.rollout.writing import HandingOut
-from practicum.weights import Place
 
-# What waits at a lane beyond what its engine writes at a time, as a share of that. `hf` begins a batch only when the
+# What waits at a worker beyond what its engine writes at a time, as a share of that. `hf` begins a batch only when the
 # one before is done: another whole one has to be there by then.
 _WAITING_SHARE = {"hf": 1.0}
 _FEW_WAIT = 0.125
-
-
-class TrainersEnd(WeightsOfTrainer, Protocol):
-    def open(self, engines: Sequence[Place]) -> None:
-        """Choose a channel that reaches all of them, and make ready to send."""
+_ASK_S = 5.0
+_SHUT = (401, 403)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,44 +54,45 @@ class ReplicaSettings:
 
 
 def hybrid_manager(group: WorkerGroup[RolloutWorker], settings: ReplicaSettings) -> RolloutManager:
-    """Over the rollout role of the trainer's group."""
-    return RolloutManager(
-        [RolloutReplica.hybrid(group, timeout_s=settings.call_timeout_s)],
-        HandingOut(None, settings.call_timeout_s),
-        delivery=None,
-        sleeps=True,
-    )
+    """Return a manager over the rollout role of the trainer's group."""
+    replica = RolloutReplica.hybrid(group, timeout_s=settings.call_timeout_s)
+    return RolloutManager([replica], window=None, silence_s=settings.call_timeout_s, delivery=None, sleeps=True)
 
 
-@contextmanager
-def open_replicas(
+@asynccontextmanager
+async def open_replicas(
     config: RolloutConfig,
     controller: Controller,
     engine: EngineSettings,
-    weights: TrainersEnd,
+    weights: TrainerWeights,
     settings: ReplicaSettings | None = None,
-) -> Iterator[RolloutManager]:
-    """A manager over replicas in processes of their own; they end with the block."""
+) -> AsyncIterator[RolloutManager]:
+    """Start replicas in processes of their own and yield a manager over them; they end with the block."""
     settings = settings or ReplicaSettings()
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         pool = stack.enter_context(_places(config, controller, settings))
         num = num_replicas(1 if engine.engine == "openai" else config.replicas, pool, "the rollout engine")
-        replicas: list[RolloutReplica] = []
-        stack.callback(lambda: side_by_side(RolloutReplica.end, replicas))
-        with _as_it_is():
-            _start(replicas, num, pool, _packed(config, engine, settings, num, pool), settings)
-            weights.open([replica.where() for replica in replicas])
+        with _unwrapped():
+            replicas = await _start(stack, num, pool, _packed(config, engine, settings, num, pool), settings)
+            await weights.open([await replica.where() for replica in replicas])
             vocab_size = min(
                 len(load_tokenizer(engine.model_path)), load_config(engine.model_path).get_text_config().vocab_size
             )
             delivery = WeightDelivery(weights, replicas, vocab_size=vocab_size)
-            rules = HandingOut(window(config), settings.call_timeout_s)
-            manager = RolloutManager(replicas, rules, delivery=delivery, sleeps=config.placement == "colocated")
-        yield stack.enter_context(manager)
+            await delivery.calibrate(replicas)
+        yield await stack.enter_async_context(
+            RolloutManager(
+                replicas,
+                window=window(config),
+                silence_s=settings.call_timeout_s,
+                delivery=delivery,
+                sleeps=config.placement == "colocated",
+            )
+        )
 
 
 def window(config: RolloutConfig) -> int:
-    """The most answers that one replica has."""
+    """Return the most answers that one worker has at a time."""
     return config.max_batch + max(1, int(config.max_batch * _WAITING_SHARE.get(config.engine, _FEW_WAIT)))
 
 
@@ -111,27 +110,32 @@ def _packed(
     )
 
 
-def _start(
-    replicas: list[RolloutReplica],
+async def _start(
+    stack: AsyncExitStack,
     num: int,
     pool: RayResourcePool | None,
     packed: RayClassWithInitArgs[RolloutWorker],
     settings: ReplicaSettings,
-) -> None:
-    """All at once. Those that are up are in the list, even if another fails."""
+) -> list[RolloutReplica]:
+    """Start all at once; those that are up end with the stack, even if another fails."""
 
-    def start(number: int) -> None:
+    async def start(number: int) -> RolloutReplica:
         place = None if pool is None else pool.sub_pool([number])
         times = {"start_timeout_s": settings.start_timeout_s, "timeout_s": settings.call_timeout_s}
-        replicas.append(RolloutReplica.placed(number, place, packed, **times))
+        replica = await RolloutReplica.start(number, place, packed, **times)
+        stack.push_async_callback(replica.end)
+        return replica
 
-    side_by_side(start, range(num))
-    replicas.sort(key=lambda replica: replica.number)
+    started = await asyncio.gather(*map(start, range(num)), return_exceptions=True)
+    for error in started:
+        if isinstance(error, BaseException):
+            raise error
+    return [replica for replica in started if isinstance(replica, RolloutReplica)]
 
 
 @contextmanager
-def _as_it_is() -> Iterator[None]:
-    """What keeps replicas from starting, such as an engine that is not installed, is no matter of one of them."""
+def _unwrapped() -> Iterator[None]:
+    """Raise what keeps replicas from starting as it is: an engine that is not installed is no matter of one of them."""
     try:
         yield
     except WorkerError as error:
@@ -158,3 +162,79 @@ def _places(
             num_spared=settings.num_spared,
         ) as pool:
             yield pool
+
+
+def engine_problems(config: RolloutConfig, *, runs_here: bool) -> list[str]:
+    """Return what would keep an engine from starting, by questions that cost little: before anything is started.
+
+    They are asked on this machine; `runs_here`: the engine's processes are on it. What cannot be known from here, such
+    as what a cluster has free, is left to the start.
+    """
+    if config.engine == "vllm" and runs_here:
+        from practicum.rollout.vllm.engine import check_installed
+
+        try:
+            check_installed(config.vllm.python, in_process=config.vllm.in_process)
+        except RolloutError as error:
+            return [str(error)]
+    if config.engine == "openai":
+        return _server_problems(config)
+    return []
+
+
+def room_problems(config: RolloutConfig, *, num_places: int, num_free: int | None, unit: str) -> list[str]:
+    """Return what the places for replicas lack. The trainer has `num_places`; beside them `num_free` of a `unit` (GPU
+    or CPU) are left, None: not known."""
+    if config.placement == "hybrid" or config.engine == "openai":
+        return []
+    wanted = 1 if config.replicas == "auto" else config.replicas
+    if config.placement == "colocated":
+        if wanted <= num_places:
+            return []
+        places = f"the trainer has room for {num_places} beside it, one a worker (trainer.num_workers)"
+        return [f"rollout.replicas={wanted}, but {places}: lower rollout.replicas, or leave it at auto."]
+    each = config.vllm.tensor_parallel if config.engine == "vllm" and unit == "GPU" else 1
+    if num_free is None or wanted * each <= num_free:
+        return []
+    need = f"{wanted * each} {unit}{'s' if wanted * each > 1 else ''}"
+    of = "" if each == 1 else f" ({wanted} replicas of {each})"
+    return [
+        f"rollout.placement=standalone needs {need}{of} beside the trainer's, and this machine has {max(0, num_free)}: "
+        "lower rollout.replicas or trainer.num_workers, or use rollout.placement=colocated."
+    ]
+
+
+def _server_problems(config: RolloutConfig) -> list[str]:
+    from practicum.rollout.openai import api_key, server_address
+
+    try:
+        servers = [server_address(server) for server in config.openai.servers]
+        key = api_key(config.openai.api_key_env)
+    except RolloutError as error:
+        return [str(error)]
+
+    async def ask() -> list[str]:
+        return await asyncio.gather(*(asyncio.to_thread(_problem_of, server, key) for server in servers))
+
+    return [problem for problem in run_sync(ask()) if problem]
+
+
+def _problem_of(server: str, key: str | None) -> str:
+    """Return what is wrong with a server. One that answers at all is there; whether it can be used is found out when it
+    is asked to write."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(urllib.request.Request(f"{server}/v1/models", headers=headers), timeout=_ASK_S):
+            return ""
+    except urllib.error.HTTPError as error:
+        with error:
+            if error.code in _SHUT:
+                return (
+                    f"server {server} wants another token ({error.code}): set rollout.openai.api_key_env to the name "
+                    "of the environment variable that holds it."
+                )
+            return f"server {server} is in trouble: it answered {error.code}." if error.code >= 500 else ""
+    except (OSError, HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        return f"server {server} does not answer ({reason}): start it, or take it out of rollout.openai.servers."

@@ -1,59 +1,53 @@
-"""A replica as its manager holds it: one engine over one or several workers of a group.
+"""A replica as its manager knows it: one engine over one or several workers of a group.
 
     hybrid       all ranks of the trainer's group: each writes its share, with the trainer's weights
-    colocated    a process of its own on the trainer's places
-    standalone   a process of its own on places of its own
+    colocated    a process of its own on the trainer's devices
+    standalone   a process of its own on devices of its own
 
 A replica of its own can be started again; the trainer's processes cannot, without what they have learnt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from practicum.controller import (
-    GroupFuture,
     LocalWorkerGroup,
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
     WorkerGroup,
 )
-from practicum.rollout.worker import Batch, RolloutWorker, Written
-from practicum.weights import Place
-from practicum.weights import Ticket as WeightTicket
+from practicum.rollout.worker import RolloutWorker
+from practicum.types import PromptGroup
+from practicum.weights import Place, Ticket
 
-# Beyond what a worker was told to wait: one that takes longer to say how far it is hangs.
-_ANSWER_S = 60.0
+_PING_S = 60.0  # a worker that does not answer for so long hangs
+_UNBOUNDED_S = 1e8  # between two lists: the manager knows how long all that a worker has may take
 
 
 class RolloutReplica:
-    def __init__(
-        self,
-        number: int,
-        make_group: Callable[[], WorkerGroup[RolloutWorker]],
-        *,
-        is_own: bool,
-        timeout_s: float,
-    ) -> None:
-        """`is_own`: its processes are its own. `timeout_s` is for what takes its time, such as new weights."""
+    """`is_own`: its processes are its own. `problem` says why it does not write; empty while it may."""
+
+    def __init__(self, number: int, group: WorkerGroup[RolloutWorker], *, is_own: bool, timeout_s: float) -> None:
+        """`timeout_s` is for what takes its time, such as new weights."""
         self.number = number
         self.is_own = is_own
         self.problem = ""
-        """Why it does not write; empty while it does, or may."""
         self.num_restarts = 0
-        self._group = make_group().with_timeout(timeout_s)
+        self._group = group.with_timeout(timeout_s)
 
     @classmethod
     def hybrid(cls, group: WorkerGroup[RolloutWorker], *, timeout_s: float) -> RolloutReplica:
-        """The rollout role of the trainer's group."""
-        return cls(0, lambda: group, is_own=False, timeout_s=timeout_s)
+        """Take the rollout role of the trainer's group for a replica."""
+        return cls(0, group, is_own=False, timeout_s=timeout_s)
 
     @classmethod
-    def placed(
+    async def start(
         cls,
         number: int,
         pool: RayResourcePool | None,
@@ -62,62 +56,60 @@ class RolloutReplica:
         start_timeout_s: float,
         timeout_s: float,
     ) -> RolloutReplica:
-        """On the places of a pool, or without one in this process."""
+        """Start a replica on the places of a pool, or without one in this process."""
         name = f"rollout-{number}"
-
-        def make_group() -> WorkerGroup[RolloutWorker]:
-            if pool is None:
-                return LocalWorkerGroup(packed, name=name, timeout_s=timeout_s)
-            return RayWorkerGroup(pool, packed, name=name, start_timeout_s=start_timeout_s, timeout_s=timeout_s)
-
-        return cls(number, make_group, is_own=True, timeout_s=timeout_s)
+        group: WorkerGroup[RolloutWorker]
+        if pool is None:
+            group = LocalWorkerGroup(packed, name=name, timeout_s=timeout_s)
+        else:
+            times = {"start_timeout_s": start_timeout_s, "timeout_s": timeout_s}
+            group = await asyncio.to_thread(RayWorkerGroup, pool, packed, name=name, **times)
+        return cls(number, group, is_own=True, timeout_s=timeout_s)
 
     @property
     def name(self) -> str:
         return self._group.name
 
     @property
-    def num_lanes(self) -> int:
-        """Workers that write, each by itself."""
+    def num_workers(self) -> int:
+        """The number of ranks, each of which writes by itself."""
         return self._group.world_size
 
-    def begin(self, lane: int, batch: Batch, wait_s: float) -> GroupFuture[Written]:
-        group = self._group.with_timeout(wait_s + _ANSWER_S)
-        return group.execute_rank_async(lane, RolloutWorker.begin, batch, wait_s)
+    def generate(self, rank: int, groups: list[PromptGroup]) -> AsyncIterator[list[PromptGroup]]:
+        """See `RolloutWorker.generate`. Closing the iterator aborts what is left."""
+        return self._group.with_timeout(_UNBOUNDED_S).stream(rank, RolloutWorker.generate, groups)
 
-    def collect(self, lane: int, wait_s: float) -> GroupFuture[Written]:
-        group = self._group.with_timeout(wait_s + _ANSWER_S)
-        return group.execute_rank_async(lane, RolloutWorker.collect, wait_s)
+    async def ping(self, rank: int) -> None:
+        """Raise `WorkerError` where a worker is gone or hangs."""
+        await self._group.with_timeout(_PING_S).execute_rank_async(rank, RolloutWorker.ping)
 
-    def take_counts(self) -> list[dict[str, int]]:
-        """Of each worker: see `RolloutWorker.take_counts`."""
-        return self._group.with_timeout(_ANSWER_S).execute_all(RolloutWorker.take_counts)
+    async def update_weights(self, version: int, ticket: Ticket | None = None) -> None:
+        await self._group.execute_all_async(RolloutWorker.update_weights, version, ticket)
 
-    def abort(self) -> None:
-        """Break off what is left of the round."""
-        self._group.with_timeout(2 * _ANSWER_S).execute_all(RolloutWorker.abort)
+    async def log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        return await self._group.execute_rank_zero_async(RolloutWorker.log_probs, sequences)
 
-    def update_weights(self, version: int, ticket: WeightTicket | None = None) -> None:
-        self._group.execute_all(RolloutWorker.update_weights, version, ticket)
+    async def where(self) -> Place:
+        return await self._group.execute_rank_zero_async(RolloutWorker.where)
 
-    def log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        return self._group.execute_rank_zero(RolloutWorker.log_probs, sequences)
+    async def wake_up(self) -> None:
+        await self._group.execute_all_async(RolloutWorker.resume)
 
-    def where(self) -> Place:
-        return self._group.execute_rank_zero(RolloutWorker.where)
+    async def sleep(self) -> None:
+        await self._group.execute_all_async(RolloutWorker.release)
 
-    def wake_up(self) -> None:
-        self._group.execute_all(RolloutWorker.resume)
-
-    def sleep(self) -> None:
-        self._group.execute_all(RolloutWorker.release)
-
-    def restart(self) -> None:
-        """From its model's files, asleep."""
+    async def restart(self) -> None:
+        """Start it again from its model's files; it is asleep then."""
         self.num_restarts += 1
-        self._group.restart()
+        await self._do(self._group.restart)
 
-    def end(self) -> None:
-        """Of a replica of its own, the processes."""
+    async def end(self) -> None:
+        """End the processes of a replica of its own."""
         if self.is_own:
-            self._group.shutdown()
+            await self._do(self._group.shutdown)
+
+    async def _do(self, function: Callable[[], None]) -> None:
+        if isinstance(self._group, LocalWorkerGroup):  # whose workers belong to this thread
+            function()
+        else:
+            await asyncio.to_thread(function)

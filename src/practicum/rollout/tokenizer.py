@@ -13,7 +13,8 @@ from typing import Any, Protocol
 from jinja2 import TemplateError
 
 from practicum.errors import ModelError
-from practicum.rollout.agent.turns import ChatMessage, TurnTemplate
+from practicum.rollout.agent.interaction import ChatMessage
+from practicum.rollout.agent.template import TurnTemplate
 
 
 class Tokenizer(Protocol):

@@ -33,14 +33,14 @@ from practicum.adapters import (
     without_adapters,
 )
 from practicum.algo import (
-    AgeFigures,
     CorrectionFigures,
     Losses,
     Objective,
+    StalenessFigures,
     Tokens,
     Totals,
-    combined_ages,
-    figures_by_age,
+    combined_figures,
+    figures_by_staleness,
     k3,
 )
 from practicum.controller import Worker
@@ -53,9 +53,9 @@ from practicum.train.checkpoint import save_only_adapters, save_rest, save_whole
 from practicum.train.cuda import speed_up
 from practicum.train.fsdp import join_ranks, whole
 from practicum.train.learner import Learner, LearnerSettings
-from practicum.train.model import LogProbModel, keeps_samples_apart
-from practicum.train.reference import log_probs_by_place
-from practicum.types import TrainingSample
+from practicum.train.model import LogProbModel, supports_packing
+from practicum.train.reference import log_probs_by_id
+from practicum.types import Sample
 from practicum.weights import ChannelSettings, Place, Sender, Ticket, WeightUpdate, open_sender
 
 
@@ -69,7 +69,7 @@ class ActorSettings(LearnerSettings):
     sends_adapters: bool = False  # to engines, alone; or else merged weights
     adapters_path: str | None = None  # to go on with, of the model at `model_path`
     replay: ReplaySettings | None = None
-    tells_ages: bool = False  # whether its figures are told by the age of tokens too
+    measures_staleness: bool = False  # whether figures are given by the staleness of tokens too
 
 
 @dataclass(slots=True)
@@ -96,10 +96,10 @@ class UpdateStats:
     grad_norm: float = 0.0  # mean over the updates, the same on all ranks
     lr: float = 0.0  # of the last update; 0 where there was none
     replay: ReplayStats | None = None
-    ages: Mapping[int, AgeFigures] = field(default_factory=dict)
+    by_staleness: Mapping[int, StalenessFigures] = field(default_factory=dict)
 
     def add(self, tokens: Tokens, losses: Losses) -> None:
-        """Those of a micro-batch."""
+        """Add the sums of a micro-batch."""
         written, old = tokens.rollout_log_probs.double(), tokens.old_log_probs.double()
         self.num_tokens += len(old)
         self.loss += losses.of_tokens.sum().item()
@@ -111,15 +111,16 @@ class UpdateStats:
         if tokens.reference_log_probs is not None and len(old):
             kl = k3(old, tokens.reference_log_probs.double()).sum().item()
             self.reference_kl = kl + (self.reference_kl or 0.0)
-        if tokens.ages is not None:
-            self.ages = combined_ages([self.ages, figures_by_age(tokens.ages, old, written)])
+        if tokens.staleness is not None:
+            own = figures_by_staleness(tokens.staleness, old, written)
+            self.by_staleness = combined_figures([self.by_staleness, own])
         if losses.correction is not None:
             before = [] if self.correction is None else [self.correction]
             self.correction = CorrectionFigures.combined([*before, losses.correction])
 
     @classmethod
     def combined(cls, ranks: Sequence[UpdateStats]) -> UpdateStats:
-        """Over all ranks."""
+        """Return the sums over all ranks."""
         kls = [stats.reference_kl for stats in ranks if stats.reference_kl is not None]
         figures = [stats.correction for stats in ranks if stats.correction is not None]
         return cls(
@@ -134,7 +135,7 @@ class UpdateStats:
             grad_norm=ranks[0].grad_norm,
             lr=ranks[0].lr,
             replay=ReplayStats.combined([stats.replay for stats in ranks if stats.replay]) if ranks[0].replay else None,
-            ages=combined_ages(stats.ages for stats in ranks),
+            by_staleness=combined_figures(stats.by_staleness for stats in ranks),
         )
 
 
@@ -143,11 +144,11 @@ class ActorWorker(Worker):
         torch.set_num_threads(settings.threads)
         torch.manual_seed(settings.seed + self.rank)
         self._settings = settings
-        self._sender: Sender[Any] | None = None  # of weights, on rank 0
+        self._sender: Sender | None = None  # of weights, on rank 0
         self._device = resolve_device(settings.device)
         self._tokenizer = load_tokenizer(settings.model_path)
         model = load_model(settings.model_path).train()  # checkpointing looks at the mode; there is no dropout
-        self._shares_rows = keeps_samples_apart(model)
+        self._packing = supports_packing(model)
         if settings.lora is not None:
             add_adapters(model, settings.lora, settings.seed)
             if settings.adapters_path is not None:
@@ -182,18 +183,16 @@ class ActorWorker(Worker):
         if self._replay is not None:
             self._replay.begin_at(step)
 
-    def shares_rows(self) -> bool:
-        """Whether the model can take several samples in one row; micro-batches are planned accordingly."""
-        return self._shares_rows
+    def supports_packing(self) -> bool:
+        """Return whether the model can take several samples in one row; micro-batches are planned accordingly."""
+        return self._packing
 
-    def base_log_probs(self, mini_batches: Sequence[MiniBatch]) -> dict[int, NDArray[np.float32]]:
-        """What the model without its adapters makes of the samples of a step, by their places in it. Its routers choose
-        for themselves."""
+    def base_log_probs(self, mini_batches: Sequence[MiniBatch]) -> dict[str, NDArray[np.float32]]:
+        """Return the log-probs that the model without its adapters gives the answers of a step, by the ids of the
+        samples. Its routers choose for themselves."""
         assert self._settings.lora is not None
         with without_adapters(self._model):
-            return log_probs_by_place(
-                self._model, mini_batches, self._settings.temperature, self._device, self._shares_rows
-            )
+            return log_probs_by_id(self._model, mini_batches, self._settings.temperature, self._device, self._packing)
 
     def update(
         self, mini_batches: Sequence[MiniBatch], step: int = 1, kl_coefficient: float = 0.0, learns: bool = True
@@ -203,8 +202,11 @@ class ActorWorker(Worker):
         Unless it `learns`, all is computed and nothing changed: while a critic warms up.
         """
         stats = UpdateStats()
-        work = [[self._laid_out(micro) for micro in batch.micro_batches] for batch in mini_batches]
+        work = [[self._packed(micro, step) for micro in batch.micro_batches] for batch in mini_batches]
         num_updates = len(mini_batches) * self._settings.epochs if learns else 0
+        if self._replay is not None:
+            samples = [sample for batch in mini_batches for micro in batch.micro_batches for sample in micro]
+            self._replay.begin_step(step, samples, mini_batches[0].step_size if mini_batches else 0)
         self._compute_old_log_probs([micro for micros in work for micro in micros], step, num_updates)
         with torch.set_grad_enabled(learns):
             for _ in range(self._settings.epochs if learns else 1):
@@ -326,8 +328,8 @@ class ActorWorker(Worker):
         ranks = {"rank": self.rank, "num_ranks": self.world_size}
         return ReplaySession(model, self._tokenizer, settings, device=self._device, **ranks)
 
-    def _laid_out(self, samples: list[TrainingSample]) -> _Micro:
-        packed = pack(samples, self._shares_rows)
+    def _packed(self, samples: list[Sample], step: int) -> _Micro:
+        packed = pack(samples, self._packing, step=step if self._settings.measures_staleness else None)
         label = f"rank {self.rank}, {f'from sample {samples[0].id} on' if samples else 'without samples'}"
         return _Micro(packed, Placed(samples, packed.starts, packed.input_ids.size, label))
 
@@ -335,8 +337,6 @@ class ActorWorker(Worker):
     def _compute_old_log_probs(self, work: list[_Micro], step: int, num_updates: int) -> None:
         """Before the first update. With a single one they are its own, unless routers are to be recorded."""
         replay = self._replay
-        if replay is not None:
-            replay.begin_step([item for micro in work for item in micro.placed.samples])
         if num_updates > 1 or (replay is not None and replay.records):
             for micro in work:
                 replayed = nullcontext() if replay is None else replay.old_pass(micro.placed)
@@ -344,11 +344,11 @@ class ActorWorker(Worker):
         if replay is not None:
             replay.sync()
             if replay.compares_at(step):
-                self._look_at_replay(replay, work[0])
+                self._compare_replay(replay, work[0])
 
     @torch.no_grad()
-    def _look_at_replay(self, replay: ReplaySession, micro: _Micro) -> None:
-        """How far the trainer is from the rollout with replay, and how far it would be without."""
+    def _compare_replay(self, replay: ReplaySession, micro: _Micro) -> None:
+        """Measure how far the trainer is from the rollout with replay, and how far it would be without."""
         written = torch.from_numpy(micro.packed.rollout_log_probs).to(self._device).double()
         found, live = (
             self._forward(micro.packed, replayed)[0].double()
@@ -378,6 +378,6 @@ class ActorWorker(Worker):
             advantages=on_device(micro.advantages, self._device),
             sequences=on_device(micro.sequences, self._device),
             reference_log_probs=on_device(micro.reference_log_probs, self._device),
-            ages=on_device(micro.ages, self._device) if self._settings.tells_ages else None,
+            staleness=on_device(micro.staleness, self._device),
         )
         return tokens, self._settings.objective(tokens, totals, kl_coefficient)

@@ -20,12 +20,12 @@ from torch import Tensor
 from practicum.algo import clipped_value_loss
 from practicum.data import MicroBatch, pack
 from practicum.models import DTYPES, load_model, resolve_device
-from practicum.train.batch import MiniBatch, by_place, model_inputs, on_device, spans_of
+from practicum.train.batch import MiniBatch, by_id, model_inputs, on_device, spans_of
 from practicum.train.checkpoint import load_weights, save_weights
 from practicum.train.cuda import speed_up
 from practicum.train.fsdp import RankBesideActor
 from practicum.train.learner import Learner, LearnerSettings
-from practicum.train.model import ValueModel, keeps_samples_apart
+from practicum.train.model import ValueModel, supports_packing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class CriticStats:
 
     @classmethod
     def combined(cls, ranks: Sequence[CriticStats]) -> CriticStats:
-        """Over all ranks."""
+        """Return the sums over all ranks."""
         return cls(
             num_tokens=sum(stats.num_tokens for stats in ranks),
             loss=sum(stats.loss for stats in ranks),
@@ -63,7 +63,7 @@ class CriticWorker(RankBesideActor):
         self._settings = settings
         self._device = resolve_device(settings.device)
         model = load_model(settings.model_path).train()  # checkpointing looks at the mode; there is no dropout
-        self._shares_rows = keeps_samples_apart(model)
+        self._packing = supports_packing(model)
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._model = ValueModel(model)
@@ -71,24 +71,24 @@ class CriticWorker(RankBesideActor):
         self._model.is_fast = speed_up(model, self._device, DTYPES[settings.compute_dtype])
         self._learner = Learner("critic", self._model, self._model.body, mesh, settings)
 
-    def shares_rows(self) -> bool:
-        """Whether the model can take several samples in one row; micro-batches are planned accordingly."""
-        return self._shares_rows
+    def supports_packing(self) -> bool:
+        """Return whether the model can take several samples in one row; micro-batches are planned accordingly."""
+        return self._packing
 
     @torch.no_grad()
-    def values(self, mini_batches: Sequence[MiniBatch]) -> dict[int, NDArray[np.float32]]:
-        """What it expects before each token of the samples of a step, by their places in it."""
-        found: dict[int, NDArray[np.float32]] = {}
+    def values(self, mini_batches: Sequence[MiniBatch]) -> dict[str, NDArray[np.float32]]:
+        """Return what it expects before each token of the samples of a step, by their ids."""
+        found: dict[str, NDArray[np.float32]] = {}
         for samples in (micro for batch in mini_batches for micro in batch.micro_batches):
-            packed = pack(samples, self._shares_rows)
-            found |= by_place(samples, packed, self._forward(packed))
+            packed = pack(samples, self._packing)
+            found |= by_id(samples, packed, self._forward(packed))
         self._learner.reshard()
         return found
 
     def update(self, mini_batches: Sequence[MiniBatch]) -> CriticStats:
         """Learn from the returns of a step, one optimizer update per mini-batch and epoch."""
         stats = CriticStats()
-        work = [[pack(micro, self._shares_rows) for micro in batch.micro_batches] for batch in mini_batches]
+        work = [[pack(micro, self._packing) for micro in batch.micro_batches] for batch in mini_batches]
         for _ in range(self._settings.epochs):
             for batch, micros in zip(mini_batches, work, strict=True):
                 for micro in micros:

@@ -83,9 +83,9 @@ def _has_kernels(logits: Tensor) -> bool:
 
 def _look(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     if _has_kernels(logits):
-        from practicum.train.cuda.kernels import look
+        from practicum.train.cuda.kernels import logits_statistics
 
-        return look(logits, targets, temperature)
+        return logits_statistics(logits, targets, temperature)
     scaled = logits.float() / temperature
     normals = scaled.logsumexp(-1)
     log_probs = scaled - normals[:, None]
@@ -102,9 +102,9 @@ def _slope(
     temperature: float,
 ) -> Tensor:
     if _has_kernels(logits):
-        from practicum.train.cuda.kernels import slope
+        from practicum.train.cuda.kernels import logits_gradient
 
-        return slope(logits, targets, normals, entropies, grads, of_entropy, temperature)
+        return logits_gradient(logits, targets, normals, entropies, grads, of_entropy, temperature)
     log_probs = logits.float() / temperature - normals[:, None]
     shares = log_probs.exp()
     slopes = -grads[:, None] * shares

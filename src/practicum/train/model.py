@@ -14,8 +14,8 @@ from practicum.train.head import MOST_LOGITS, log_probs_of
 
 
 @torch.no_grad()
-def keeps_samples_apart(model: Any) -> bool:
-    """Whether samples that share a row leave each other alone; tried out, since not every family heeds positions.
+def supports_packing(model: Any) -> bool:
+    """Return whether samples that share a row leave each other alone; not every family heeds positions, so try it.
 
     Recurrent layers carry state along the row, and some attention masks are built without looking at positions.
     """

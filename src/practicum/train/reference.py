@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from practicum.data import pack
 from practicum.models import DTYPES, load_model, resolve_device
-from practicum.train.batch import MiniBatch, by_place, model_inputs, spans_of
+from practicum.train.batch import MiniBatch, by_id, model_inputs, spans_of
 from practicum.train.cuda import speed_up
 from practicum.train.fsdp import RankBesideActor, reshard, shard
-from practicum.train.model import LogProbModel, keeps_samples_apart
+from practicum.train.model import LogProbModel, supports_packing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,37 +38,35 @@ class ReferenceWorker(RankBesideActor):
         self._settings = settings
         self._device = resolve_device(settings.device)
         model = load_model(settings.model_path).eval().requires_grad_(False)
-        self._shares_rows = keeps_samples_apart(model)
+        self._packing = supports_packing(model)
         self._model = LogProbModel(model)
         mesh = self.join(self._device, settings.collective_timeout_s)
         self._model.is_fast = speed_up(model, self._device, DTYPES[settings.compute_dtype])
         shard(self._model, model, mesh, DTYPES[settings.compute_dtype])
 
-    def shares_rows(self) -> bool:
-        """Whether the model can take several samples in one row; micro-batches are planned accordingly."""
-        return self._shares_rows
+    def supports_packing(self) -> bool:
+        """Return whether the model can take several samples in one row; micro-batches are planned accordingly."""
+        return self._packing
 
-    def log_probs(self, mini_batches: Sequence[MiniBatch]) -> dict[int, NDArray[np.float32]]:
-        """Of the answers of a step, by their places in it."""
-        return log_probs_by_place(
-            self._model, mini_batches, self._settings.temperature, self._device, self._shares_rows
-        )
+    def log_probs(self, mini_batches: Sequence[MiniBatch]) -> dict[str, NDArray[np.float32]]:
+        """Return the log-probs of the answers of a step, by the ids of the samples."""
+        return log_probs_by_id(self._model, mini_batches, self._settings.temperature, self._device, self._packing)
 
 
 @torch.no_grad()
-def log_probs_by_place(
+def log_probs_by_id(
     model: LogProbModel,
     mini_batches: Sequence[MiniBatch],
     temperature: float,
     device: torch.device,
-    shares_rows: bool,
-) -> dict[int, NDArray[np.float32]]:
-    """What a model makes of the samples of a step. All ranks must call it."""
-    found: dict[int, NDArray[np.float32]] = {}
+    packing: bool,
+) -> dict[str, NDArray[np.float32]]:
+    """Return the log-probs of the answers of a step, by the ids of the samples. All ranks must call it."""
+    found: dict[str, NDArray[np.float32]] = {}
     for samples in (micro for batch in mini_batches for micro in batch.micro_batches):
-        packed = pack(samples, shares_rows)
+        packed = pack(samples, packing)
         spans = spans_of(packed.position_ids, device) if model.is_fast else {}
         log_probs, _ = model(*model_inputs(packed, device), temperature, **spans)
-        found |= by_place(samples, packed, log_probs)
+        found |= by_id(samples, packed, log_probs)
     reshard(model)
     return found

@@ -1,16 +1,21 @@
-"""Trainer to engine: versions, the ways weights travel, and the proof that they arrived."""
+"""Weights on their way from trainer to engine: versions, channels, and the proof that they arrived."""
 
-from practicum.weights.channel import ChannelSettings, Sender, Ticket, channel_timeout_s
+from practicum.weights.channel import (
+    ChannelSettings,
+    Sender,
+    Ticket,
+    WeightSource,
+    WeightUpdate,
+    channel_timeout_s,
+)
 from practicum.weights.channels import CHANNELS, Place, WeightReceiver, choose, open_sender
-from practicum.weights.fingerprint import TIGHTEST, Bound, CheckedEngine, Fingerprint
-from practicum.weights.update import WeightSource, WeightUpdate
+from practicum.weights.fingerprint import TIGHTEST, Bound, Fingerprint
 
 __all__ = [
     "CHANNELS",
     "TIGHTEST",
     "Bound",
     "ChannelSettings",
-    "CheckedEngine",
     "Fingerprint",
     "Place",
     "Sender",

@@ -1,8 +1,8 @@
-"""What every way for weights to travel has in common.
+"""The parts that all weight channels share: how a version of the weights is sent, located and read.
 
     trainer  invite(version) ─▶ ticket, before anything is sent: only where both sides must meet
              send(version, tensors) ─▶ ticket
-    engine   read(ticket) ─▶ tensors, one after the other
+    engine   ticket.read() ─▶ tensors, one after the other
 
 A ticket is small and travels through whatever calls there are. So one order of calls suits every channel: invite, begin
 to send, read with the invitation or else with the ticket that `send` returned.
@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -24,32 +24,56 @@ from practicum.errors import RolloutError
 
 Tensors = Iterable[tuple[str, Tensor]]
 Complete = Callable[[Path], dict[str, Tensor]]
-"""Puts into a folder what makes weights a model that can be loaded (its config, its tokenizer), and returns tensors
+"""Writes into a folder what makes weights a model that can be loaded (its config, its tokenizer), and returns tensors
 that are saved with it but never learnt."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
-    """Where one version of the weights is to be had."""
+class WeightUpdate:
+    """One version of the weights, as an engine takes it.
+
+    `shared` tensors are the trainer's own memory and change with its next update. Others are good until the next one is
+    asked for: copy what you keep.
+    """
+
+    version: int
+    tensors: Tensors  # names and shapes as in the unsharded model
+    shared: bool
+    is_whole: bool = True
+    """All weights. Else those that are not as in the model's files; or adapters alone, named as in a folder, for who is
+    made to take them."""
+
+
+class WeightSource(Protocol):
+    """A worker that can publish its weights. With several ranks this is a collective: all of them call it."""
+
+    def publish(self, version: int) -> WeightUpdate: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket(ABC):
+    """The location of one version of the weights, and the way to read it."""
 
     channel: ClassVar[str]
+    is_shared: ClassVar[bool] = False
     version: int
 
-    def call_off(self) -> None:
-        """Somebody who was to come is gone: nobody is to wait for all any longer. Only where both sides meet."""
+    @abstractmethod
+    def read(self, timeout_s: float) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors of that version. A `RolloutError` may come with any of them."""
 
-
-T = TypeVar("T", bound=Ticket)
+    def call_off(self) -> None:  # noqa: B027
+        """Have nobody wait any longer for all who were invited, since one of them is gone."""
 
 
 def channel_timeout_s(call_timeout_s: float) -> float:
-    """For one that is part of a call: it gives up well before the call does, and says who was late."""
+    """Return the deadline for a channel that is part of a call: before the call's own, since it says who was late."""
     return min(300.0, call_timeout_s / 4)
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelSettings:
-    """What senders need to know; each takes what is of use to it."""
+    """The settings of all senders; each reads those it needs."""
 
     timeout_s: float = 300.0
     """For one version, from the first byte to the last."""
@@ -69,22 +93,22 @@ class ChannelSettings:
     """disk: versions that are kept, so that one may still be read while the next is written."""
 
 
-class Sender(ABC, Generic[T]):
-    """The trainer's end; with several ranks that of rank 0. Not for use from two threads at a time."""
+class Sender(ABC):
+    """The trainer's end of a channel; with several ranks that of rank 0. One thread at a time may use it."""
 
     def __init__(self, settings: ChannelSettings) -> None:
         self.settings = settings
         self._newest = -1
 
-    def invite(self, version: int, num_receivers: int | None = None) -> T | None:
-        """What receivers need to know before `send`. None where they come after it, at any time.
+    def invite(self, version: int, num_receivers: int | None = None) -> Ticket | None:
+        """Return what receivers need before `send`; None where they come after it, at any time.
 
         `num_receivers` is for one version; None: as the settings say.
         """
         return None
 
-    def send(self, version: int, tensors: Tensors) -> T:
-        """Returns when the trainer may change its weights again, `shared` ones apart."""
+    def send(self, version: int, tensors: Tensors) -> Ticket:
+        """Send the weights. The trainer may change them again when it returns, `shared` ones apart."""
         if version < self._newest:
             raise RolloutError(
                 f"weights of version {version} cannot be sent: version {self._newest} has been. Versions only grow."
@@ -94,22 +118,11 @@ class Sender(ABC, Generic[T]):
         return ticket
 
     @abstractmethod
-    def _send(self, version: int, tensors: Tensors) -> T: ...
+    def _send(self, version: int, tensors: Tensors) -> Ticket: ...
 
     @abstractmethod
     def close(self) -> None:
         """Give back what outlives the object. Receivers that read meanwhile may fail."""
-
-
-class Reader(ABC, Generic[T]):
-    """The engine's end."""
-
-    @abstractmethod
-    def read(self, ticket: T, timeout_s: float) -> Iterator[tuple[str, Tensor]]:
-        """All tensors of that version, or `RolloutError`. What it raises may come with any of them."""
-
-    def close(self) -> None:
-        """Let the sender go."""
 
 
 class Deadline:
@@ -119,7 +132,7 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Not less than zero."""
+        """The seconds that are left, not less than zero."""
         return max(0.0, self._end_s - time.monotonic())
 
     @property
@@ -127,21 +140,26 @@ class Deadline:
         return self.left_s == 0.0
 
 
-def lost(channel: str, version: int, what: str) -> RolloutError:
-    """The error for a version that did not arrive; `what` says why and what to do."""
-    return RolloutError(f"weights of version {version} by channel {channel!r}: {what}")
+def not_arrived(channel: str, version: int, reason: str) -> RolloutError:
+    """Return the error for a version that did not arrive; `reason` says why and what to do."""
+    return RolloutError(f"weights of version {version} by channel {channel!r}: {reason}")
 
 
 def describe(name: str, tensor: Tensor) -> list[Any]:
-    """What a receiver must know to rebuild a tensor from its bytes; as JSON."""
+    """Return what a receiver must know to rebuild a tensor from its bytes, as JSON."""
     return [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def from_bytes(memory: Tensor, dtype: str, shape: list[int]) -> Tensor:
-    """A view of that memory, which must begin at a multiple of the dtype's size."""
-    return memory.view(getattr(torch, dtype)).view(shape)
+def rebuilt(memory: Tensor, table: Iterable[list[Any]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the described tensors as views of the memory, where the last number of each description says they begin.
+
+    Each must begin at a multiple of its dtype's size.
+    """
+    for name, dtype, shape, offset in table:
+        num_bytes = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+        yield name, memory[offset : offset + num_bytes].view(getattr(torch, dtype)).view(shape)

@@ -1,4 +1,4 @@
-"""The ways there are, which of them suits whom, and the engine's end of all of them.
+"""The channels by name, which of them suits whom, and the engine's end of all of them.
 
 shared       one process              nothing is copied
 shm          one machine              one copy in, one out
@@ -11,47 +11,78 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 from torch import Tensor
 
 from practicum.errors import ConfigError
 from practicum.weights import shm
-from practicum.weights.channel import ChannelSettings, Complete, Reader, Sender, Ticket, lost
-from practicum.weights.collective import CollectiveReader, CollectiveSender
-from practicum.weights.disk import DiskReader, DiskSender
-from practicum.weights.shared import SharedReader, SharedSender
-from practicum.weights.update import WeightUpdate
+from practicum.weights.channel import ChannelSettings, Complete, Sender, Tensors, Ticket, WeightUpdate, not_arrived
+from practicum.weights.collective import CollectiveSender
+from practicum.weights.disk import DiskSender
+
+_SHARED: dict[str, tuple[int, list[tuple[str, Tensor]]]] = {}  # sender -> version and tensors, in this process
 
 
 @dataclass(frozen=True, slots=True)
-class Channel:
-    sender: Callable[[ChannelSettings, Complete | None], Sender[Any]]
-    reader: Callable[[], Reader[Any]]
-    is_shared: bool = False
+class SharedTicket(Ticket):
+    """The trainer's own tensors, within one process: nothing is copied."""
+
+    channel: ClassVar[str] = "shared"
+    is_shared: ClassVar[bool] = True
+    pid: int
+    sender: str
+
+    def read(self, timeout_s: float) -> Iterator[tuple[str, Tensor]]:
+        if self.pid != os.getpid():
+            raise not_arrived(
+                "shared",
+                self.version,
+                f"they are in process {self.pid} and this is {os.getpid()}. Use channel 'shm' on one machine, "
+                "'collective' between machines.",
+            )
+        version, tensors = _SHARED.get(self.sender, (None, []))
+        if version != self.version:
+            newest = "closed" if version is None else f"at version {version}"
+            raise not_arrived("shared", self.version, f"the sender is {newest} by now. Ask it for a new ticket.")
+        yield from tensors
 
 
-CHANNELS: dict[str, Channel] = {
-    "shared": Channel(lambda settings, _: SharedSender(settings), SharedReader, is_shared=True),
-    "shm": Channel(lambda settings, _: shm.ShmSender(settings), shm.ShmReader),
-    "collective": Channel(lambda settings, _: CollectiveSender(settings), CollectiveReader),
-    "disk": Channel(DiskSender, DiskReader),
+class SharedSender(Sender):
+    def __init__(self, settings: ChannelSettings) -> None:
+        super().__init__(settings)
+        self._name = uuid.uuid4().hex
+
+    def _send(self, version: int, tensors: Tensors) -> SharedTicket:
+        _SHARED[self._name] = version, list(tensors)
+        return SharedTicket(version, os.getpid(), self._name)
+
+    def close(self) -> None:
+        _SHARED.pop(self._name, None)
+
+
+CHANNELS: dict[str, Callable[[ChannelSettings, Complete | None], Sender]] = {
+    "shared": lambda settings, _: SharedSender(settings),
+    "shm": lambda settings, _: shm.ShmSender(settings),
+    "collective": lambda settings, _: CollectiveSender(settings),
+    "disk": DiskSender,
 }
 
 
-def open_sender(channel: str, settings: ChannelSettings, complete: Complete | None = None) -> Sender[Any]:
-    """`complete` is for the disk, where weights alone are no model."""
+def open_sender(channel: str, settings: ChannelSettings, complete: Complete | None = None) -> Sender:
+    """Open the trainer's end of a channel; `complete` is for the disk, where weights alone are no model."""
     if channel not in CHANNELS:
         raise ConfigError(f"there is no weight channel {channel!r}; there are {', '.join(CHANNELS)}.")
-    return CHANNELS[channel].sender(settings, complete)
+    return CHANNELS[channel](settings, complete)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A process, as far as it matters who else can reach its memory."""
+    """The location of a process, by which others can tell whether they reach its memory."""
 
     machine: str
     pid: int
@@ -68,7 +99,7 @@ class Place:
 
 
 def choose(trainer: Place, engines: Sequence[Place]) -> str:
-    """The shortest way that reaches all engines from the trainer's rank 0."""
+    """Return the shortest way that reaches all engines from the trainer's rank 0."""
     if all(engine == trainer for engine in engines):
         return "shared"
     if all(engine.machine == trainer.machine for engine in engines) and shm.is_available():
@@ -77,7 +108,7 @@ def choose(trainer: Place, engines: Sequence[Place]) -> str:
 
 
 class WeightReceiver:
-    """The engine's end: knows which version it has, and takes none that is older."""
+    """The engine's end: it knows which version it has, and takes none that is older."""
 
     def __init__(self, timeout_s: float = 300.0, *, is_whole: bool = True) -> None:
         """`is_whole`: whether all weights are sent, or adapters alone."""
@@ -85,30 +116,23 @@ class WeightReceiver:
         """The last one that arrived whole."""
         self._timeout_s = timeout_s
         self._is_whole = is_whole
-        self._readers: dict[str, Reader[Any]] = {}
 
     def receive(self, ticket: Ticket) -> WeightUpdate:
-        """Tensors come as they are asked for. `RolloutError` at once or in their midst: an engine that has taken a
-        part must not write until it has taken all of one version."""
-        if ticket.version < self.version:
-            raise lost(ticket.channel, ticket.version, f"this engine has version {self.version} already. Send a later.")
-        if ticket.channel not in self._readers:
-            self._readers[ticket.channel] = CHANNELS[ticket.channel].reader()
-        tensors = self._readers[ticket.channel].read(ticket, self._timeout_s)
-        return WeightUpdate(
-            ticket.version, self._counted(ticket, tensors), CHANNELS[ticket.channel].is_shared, self._is_whole
-        )
+        """Return the update, whose tensors come as they are asked for.
 
-    def _counted(self, ticket: Ticket, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        Raises `RolloutError` at once or in their midst: an engine that has taken a part must not write until it has
+        taken all of one version.
+        """
+        if ticket.version < self.version:
+            reason = f"this engine has version {self.version} already. Send a later."
+            raise not_arrived(ticket.channel, ticket.version, reason)
+        return WeightUpdate(ticket.version, self._tensors(ticket), ticket.is_shared, self._is_whole)
+
+    def _tensors(self, ticket: Ticket) -> Iterator[tuple[str, Tensor]]:
         num = 0
-        for name, tensor in tensors:
+        for name, tensor in ticket.read(self._timeout_s):
             num += 1
             yield name, tensor
         if not num:
-            raise lost(ticket.channel, ticket.version, "there is not one tensor in it. Send them again.")
+            raise not_arrived(ticket.channel, ticket.version, "there is not one tensor in it. Send them again.")
         self.version = ticket.version
-
-    def close(self) -> None:
-        for reader in self._readers.values():
-            reader.close()
-        self._readers.clear()

@@ -1,4 +1,4 @@
-"""Between machines: the trainer broadcasts to all engines at once, bucket by bucket.
+"""The channel between machines: the trainer broadcasts to all engines at once, bucket by bucket.
 
     sender     invite ─▶ ticket; then send waits until all have come, and broadcasts
     receiver   comes with the ticket, gets its rank in the order of coming, takes part
@@ -26,21 +26,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from practicum.errors import RolloutError
 from practicum.weights.channel import (
     ChannelSettings,
     Deadline,
-    Reader,
     Sender,
     Tensors,
     Ticket,
     as_bytes,
     describe,
-    from_bytes,
-    lost,
+    not_arrived,
+    rebuilt,
 )
 
 _ALIGNMENT = 16  # of each tensor in its bucket, so that any dtype can be viewed there
-_POLL_S = 0.002
+_POLL_S = 0.0002
 # A group gives up by itself, so much later than whoever waits for it. NCCL's takes the whole process with it.
 _GLOO_GRACE_S, _NCCL_GRACE_S = 0.3, 600.0
 _CALL_OFF_S = 10.0
@@ -56,14 +56,47 @@ class CollectiveTicket(Ticket):
     num_receivers: int
     backend: str
 
+    def read(self, timeout_s: float) -> Iterator[tuple[str, Tensor]]:
+        deadline = Deadline(timeout_s)
+        try:
+            store = self._store(timeout_s)
+            rank = store.add(self.key("arrivals"), 1)
+            if rank == self.num_receivers:
+                store.set(self.key("over"), "")
+        except RuntimeError as error:
+            raise self.failure(
+                f"the trainer at {self.host}:{self.port} cannot be reached ({_first_line(error)}). Is it alive, "
+                "and is that its address as this machine knows it?"
+            ) from error
+        if rank > self.num_receivers:
+            raise self.failure(
+                f"all {self.num_receivers} receivers that were invited had come already. Invite one more."
+            )
+        _wait_for_all(store, self, deadline)
+        with _Group(store, rank, self, deadline) as group:
+            memory = torch.empty(0, dtype=torch.uint8, device=group.device)
+            while (size := group.next_size())[0]:
+                table, memory = group.take(*size, memory)
+                yield from rebuilt(memory, table)
+            group.meet()
+
     def call_off(self) -> None:
         with contextlib.suppress(RuntimeError):  # if the trainer is gone too, nobody waits
-            timeout = datetime.timedelta(seconds=_CALL_OFF_S)
-            store = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout)
-            store.set(_called_off(self), "")
+            self._store(_CALL_OFF_S).set(self.key("over"), "")
+
+    def key(self, name: str) -> str:
+        """Return the name under which the trainer's store keeps something about this invitation."""
+        return f"{name}-{self.number}"
+
+    def failure(self, reason: str) -> RolloutError:
+        return not_arrived("collective", self.version, reason)
+
+    def _store(self, timeout_s: float) -> Any:
+        timeout = datetime.timedelta(seconds=timeout_s)
+        return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-class CollectiveSender(Sender[CollectiveTicket]):
+class CollectiveSender(Sender):
     def __init__(self, settings: ChannelSettings) -> None:
         super().__init__(settings)
         timeout = datetime.timedelta(seconds=settings.timeout_s)
@@ -81,7 +114,9 @@ class CollectiveSender(Sender[CollectiveTicket]):
     def _send(self, version: int, tensors: Tensors) -> CollectiveTicket:
         ticket, self._invited = self._invited, None
         if ticket is None or ticket.version != version:
-            raise lost("collective", version, "nobody was invited to it: call invite first, and send the ticket round.")
+            raise not_arrived(
+                "collective", version, "nobody was invited to it: call invite first, and send the ticket round."
+            )
         deadline = Deadline(self.settings.timeout_s)
         _wait_for_all(self._store, ticket, deadline)
         with _Group(self._store, 0, ticket, deadline) as group:
@@ -93,37 +128,6 @@ class CollectiveSender(Sender[CollectiveTicket]):
 
     def close(self) -> None:
         self._store = None
-
-
-class CollectiveReader(Reader[CollectiveTicket]):
-    def read(self, ticket: CollectiveTicket, timeout_s: float) -> Iterator[tuple[str, Tensor]]:
-        deadline = Deadline(timeout_s)
-        try:
-            timeout = datetime.timedelta(seconds=timeout_s)
-            store = TCPStore(ticket.host, ticket.port, is_master=False, wait_for_workers=False, timeout=timeout)
-            rank = store.add(_arrivals(ticket), 1)
-        except RuntimeError as error:
-            raise lost(
-                "collective",
-                ticket.version,
-                f"the trainer at {ticket.host}:{ticket.port} cannot be reached ({_first_line(error)}). Is it alive, "
-                "and is that its address as this machine knows it?",
-            ) from error
-        if rank > ticket.num_receivers:
-            raise lost(
-                "collective",
-                ticket.version,
-                f"all {ticket.num_receivers} receivers that were invited had come already. Invite one more.",
-            )
-        _wait_for_all(store, ticket, deadline)
-        with _Group(store, rank, ticket, deadline) as group:
-            memory = torch.empty(0, dtype=torch.uint8, device=group.device)
-            while (size := group.next_size())[0]:
-                table, memory = group.take(*size, memory)
-                for name, dtype, shape, offset in table:
-                    num_bytes = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
-                    yield name, from_bytes(memory[offset : offset + num_bytes], dtype, shape)
-            group.meet()
 
 
 class _Group:
@@ -166,7 +170,7 @@ class _Group:
         return int(size[0]), int(size[1])
 
     def take(self, num_described: int, num_bytes: int, spare: Tensor) -> tuple[list[Any], Tensor]:
-        """A bucket, in the memory of the one before where it fits."""
+        """Receive a bucket, in the memory of the one before where it fits."""
         described = torch.empty(num_described, dtype=torch.uint8, device=self.device)
         self._broadcast(described)
         memory = spare if len(spare) >= num_bytes else spare.new_empty(num_bytes)
@@ -175,7 +179,7 @@ class _Group:
         return json.loads(bytes(described.cpu().numpy())), memory
 
     def meet(self) -> None:
-        """Returns when all are here."""
+        """Wait until all are here."""
         self._wait(lambda: self._group.allreduce([torch.zeros(1, device=self.device)]))
 
     def _broadcast(self, tensor: Tensor) -> None:
@@ -190,7 +194,7 @@ class _Group:
             while not work.is_completed():  # to wait for a kernel would have no end where the others are gone
                 if self._deadline.is_over:
                     raise RuntimeError("Operation timed out")
-                time.sleep(_POLL_S / 10)
+                time.sleep(_POLL_S)
             work.wait()
 
     @contextlib.contextmanager
@@ -201,11 +205,9 @@ class _Group:
             why = f"{'a receiver' if self._is_sender else 'the trainer or another receiver'} is gone or gave up"
             if self._deadline.left_s < _NEARLY_S:
                 why = f"not all was there after {self._deadline.timeout_s:g} s"
-            raise lost(
-                "collective",
-                self._ticket.version,
+            raise self._ticket.failure(
                 f"{why} ({_first_line(error)}). Weights that arrived in part must not be used: invite those who are "
-                "left, and send again.",
+                "left, and send again."
             ) from error
 
 
@@ -224,33 +226,26 @@ def _nccl(store: Any, rank: int, ticket: CollectiveTicket, timeout: datetime.tim
     return dist.ProcessGroupNCCL(store, rank, ticket.num_receivers + 1, options)
 
 
-def _arrivals(ticket: CollectiveTicket) -> str:
-    return f"arrivals-{ticket.number}"
-
-
-def _called_off(ticket: CollectiveTicket) -> str:
-    return f"called-off-{ticket.number}"
-
-
 def _wait_for_all(store: Any, ticket: CollectiveTicket, deadline: Deadline) -> None:
+    """Wait until all who were invited have come: the last of them puts that into the store, as does `call_off`."""
     try:
-        while (num := store.add(_arrivals(ticket), 0)) < ticket.num_receivers:
-            if store.check([_called_off(ticket)]):
-                raise lost("collective", ticket.version, "it was called off, since one of those invited is gone.")
-            if deadline.is_over:
-                raise lost(
-                    "collective",
-                    ticket.version,
-                    f"only {num} of {ticket.num_receivers} receivers came within {deadline.timeout_s:g} s. Look after "
-                    "the engines, then invite those that are there and send again.",
-                )
-            time.sleep(_POLL_S)
+        if store.add(ticket.key("arrivals"), 0) < ticket.num_receivers:
+            with contextlib.suppress(dist.DistStoreError):  # the deadline
+                store.wait([ticket.key("over")], datetime.timedelta(seconds=max(deadline.left_s, 1e-3)))
+        if (num := store.add(ticket.key("arrivals"), 0)) >= ticket.num_receivers:
+            return
+        if store.check([ticket.key("over")]):
+            raise ticket.failure("it was called off, since one of those invited is gone.")
     except RuntimeError as error:
-        raise lost("collective", ticket.version, f"the trainer is gone ({_first_line(error)}).") from error
+        raise ticket.failure(f"the trainer is gone ({_first_line(error)}).") from error
+    raise ticket.failure(
+        f"only {num} of {ticket.num_receivers} receivers came within {deadline.timeout_s:g} s. Look after the "
+        "engines, then invite those that are there and send again."
+    )
 
 
 def _buckets(tensors: Tensors, num_bytes: int, device: torch.device) -> Iterator[tuple[bytes, Tensor]]:
-    """A table and the memory it describes, again and again the same; large tensors go as they are, one by one."""
+    """Yield tables and the memory they describe, always the same; large tensors go as they are, one by one."""
     memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     table: list[Any] = []
     end = 0
@@ -262,8 +257,8 @@ def _buckets(tensors: Tensors, num_bytes: int, device: torch.device) -> Iterator
         if size > num_bytes:
             yield json.dumps([[*describe(name, tensor), 0]]).encode(), as_bytes(tensor.to(device).contiguous())
             continue
-        from_bytes(memory[end : end + size], *describe(name, tensor)[1:]).copy_(tensor)
         table.append([*describe(name, tensor), end])
+        next(rebuilt(memory, table[-1:]))[1].copy_(tensor)
         end = min(num_bytes, -(-(end + size) // _ALIGNMENT) * _ALIGNMENT)
     if table:
         yield json.dumps(table).encode(), memory[:end]

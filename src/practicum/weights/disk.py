@@ -1,4 +1,4 @@
-"""Through a folder that all can read: slow, but it needs nothing else, and what it leaves is a model.
+"""The channel through a folder that all can read: slow, but it needs nothing else, and what it leaves is a model.
 
     <folder>/version-000012/   model-00001.safetensors, ..., model.safetensors.index.json (which tensor is where);
                                with the model's config and tokenizer, from_pretrained and `practicum serve` read it;
@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from practicum.errors import ConfigError
-from practicum.weights.channel import ChannelSettings, Complete, Deadline, Reader, Sender, Tensors, Ticket, lost
+from practicum.weights.channel import ChannelSettings, Complete, Deadline, Sender, Tensors, Ticket, not_arrived
 
 _INDEX = "model.safetensors.index.json"
 _CONSTANTS = "constants.safetensors"
@@ -37,65 +37,9 @@ class DiskTicket(Ticket):
     channel: ClassVar[str] = "disk"
     path: str
 
-
-class DiskSender(Sender[DiskTicket]):
-    def __init__(self, settings: ChannelSettings, complete: Complete | None = None) -> None:
-        super().__init__(settings)
-        if settings.folder is None:
-            raise ConfigError("channel 'disk' needs a folder that the trainer and all engines can reach.")
-        self._folder = Path(settings.folder).resolve()
-        self._complete = complete
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for left in self._folder.glob(f"{_UNFINISHED}*"):  # by a sender that was killed
-            shutil.rmtree(left)
-
-    def _send(self, version: int, tensors: Tensors) -> DiskTicket:
-        place = self._folder / f"version-{version:06d}"
-        unfinished = self._folder / f"{_UNFINISHED}{place.name}"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        try:
-            constants = {} if self._complete is None else self._complete(unfinished)
-            self._write(unfinished, version, tensors, constants)
-            self._remove(place)  # the same version, sent before
-            unfinished.rename(place)
-        except OSError as error:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise lost("disk", version, f"{unfinished} cannot be written: {error}. Is there room?") from error
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
-        for old in sorted(self._folder.glob("version-*"))[: -self.settings.num_kept]:
-            self._remove(old)
-        return DiskTicket(version, str(place))
-
-    def _write(self, folder: Path, version: int, tensors: Tensors, constants: dict[str, Tensor]) -> None:
-        places: dict[str, str] = dict.fromkeys(constants, _CONSTANTS)
-        for part in _parts(constants.items(), 1 << 62):
-            save_file(part, folder / _CONSTANTS, {"format": "pt"})
-        total = 0
-        for number, part in enumerate(_parts(tensors, self.settings.file_bytes), 1):
-            name = f"model-{number:05d}.safetensors"
-            save_file(part, folder / name, {"format": "pt", "version": str(version)})
-            places |= dict.fromkeys(part, name)
-            total += sum(tensor.nbytes for tensor in part.values())
-        index = {"metadata": {"total_size": total, "version": version}, "weight_map": places}
-        (folder / _INDEX).write_text(json.dumps(index))
-
-    def _remove(self, place: Path) -> None:
-        """Never half of it is seen under its name."""
-        if place.exists():
-            away = place.rename(self._folder / f"{_UNFINISHED}{place.name}-old")
-            shutil.rmtree(away)
-
-    def close(self) -> None:
-        """Versions stay: they are models."""
-
-
-class DiskReader(Reader[DiskTicket]):
-    def read(self, ticket: DiskTicket, timeout_s: float) -> Iterator[tuple[str, Tensor]]:
-        folder = Path(ticket.path)
-        index = _index(folder, ticket.version, Deadline(timeout_s))
+    def read(self, timeout_s: float) -> Iterator[tuple[str, Tensor]]:
+        folder = Path(self.path)
+        index = _index(folder, self.version, Deadline(timeout_s))
         names: dict[str, list[str]] = {}
         for name, file in index["weight_map"].items():
             if file != _CONSTANTS:  # engines have them from the files they were started with
@@ -104,17 +48,86 @@ class DiskReader(Reader[DiskTicket]):
             try:
                 with safe_open(folder / file, framework="pt") as opened:
                     found = (opened.metadata() or {}).get("version")
-                    if found != str(ticket.version):
-                        raise lost("disk", ticket.version, f"{folder / file} holds version {found}. Send them again.")
+                    if found != str(self.version):
+                        raise not_arrived(
+                            "disk", self.version, f"{folder / file} holds version {found}. Send them again."
+                        )
                     for name in own:
                         yield name, opened.get_tensor(name)
             except (OSError, SafetensorError) as error:
-                raise lost(
+                raise not_arrived(
                     "disk",
-                    ticket.version,
+                    self.version,
                     f"{folder / file} cannot be read: {error}. It may have been cut off, or deleted because later "
                     "versions were sent: send the newest again.",
                 ) from error
+
+
+class VersionFolders:
+    """The folders of some versions in `folder`, which belongs to this object: each is there whole or not at all."""
+
+    def __init__(self, folder: Path, num_kept: int) -> None:
+        self._folder = folder.resolve()
+        self._num_kept = num_kept
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for left in self._folder.glob(f"{_UNFINISHED}*"):  # by a process that was killed
+            shutil.rmtree(left)
+
+    def add(self, version: int, write: Callable[[Path], None]) -> Path:
+        """Have a version written, under another name until it is whole, and delete old ones. Return its folder."""
+        place = self._folder / f"version-{version:06d}"
+        unfinished = self._folder / f"{_UNFINISHED}{place.name}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            unfinished.mkdir()
+            write(unfinished)
+            self.remove(place)  # the same version, written before
+            unfinished.rename(place)
+        except BaseException as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            if isinstance(error, OSError):
+                reason = f"{unfinished} cannot be written: {error}. Is there room?"
+                raise not_arrived("disk", version, reason) from error
+            raise
+        for old in sorted(self._folder.glob("version-*"))[: -self._num_kept]:
+            self.remove(old)
+        return place
+
+    def remove(self, place: Path) -> None:
+        """Delete a folder in such a way that never half of it is seen under its name."""
+        if place.exists():
+            shutil.rmtree(place.rename(self._folder / f"{_UNFINISHED}{place.name}-old"))
+
+
+class DiskSender(Sender):
+    def __init__(self, settings: ChannelSettings, complete: Complete | None = None) -> None:
+        super().__init__(settings)
+        if settings.folder is None:
+            raise ConfigError("channel 'disk' needs a folder that the trainer and all engines can reach.")
+        self._folders = VersionFolders(Path(settings.folder), settings.num_kept)
+        self._complete = complete
+
+    def _send(self, version: int, tensors: Tensors) -> DiskTicket:
+        return DiskTicket(
+            version, str(self._folders.add(version, lambda folder: self._write(folder, version, tensors)))
+        )
+
+    def _write(self, folder: Path, version: int, tensors: Tensors) -> None:
+        constants = {} if self._complete is None else self._complete(folder)
+        files: dict[str, str] = dict.fromkeys(constants, _CONSTANTS)
+        for part in _parts(constants.items(), 1 << 62):
+            save_file(part, folder / _CONSTANTS, {"format": "pt"})
+        total = 0
+        for number, part in enumerate(_parts(tensors, self.settings.file_bytes), 1):
+            name = f"model-{number:05d}.safetensors"
+            save_file(part, folder / name, {"format": "pt", "version": str(version)})
+            files |= dict.fromkeys(part, name)
+            total += sum(tensor.nbytes for tensor in part.values())
+        index = {"metadata": {"total_size": total, "version": version}, "weight_map": files}
+        (folder / _INDEX).write_text(json.dumps(index))
+
+    def close(self) -> None:
+        """Versions stay: they are models."""
 
 
 def _index(folder: Path, version: int, deadline: Deadline) -> dict[str, dict[str, str]]:
@@ -127,7 +140,7 @@ def _index(folder: Path, version: int, deadline: Deadline) -> dict[str, dict[str
             newer = [path for path in folder.parent.glob("version-*") if path.name > folder.name]
             if newer or deadline.is_over:
                 why = "only later versions are there" if newer else f"it did not appear within {deadline.timeout_s:g} s"
-                raise lost(
+                raise not_arrived(
                     "disk",
                     version,
                     f"{folder / _INDEX} is missing: {why}. Send the newest again, to a folder that this machine "
@@ -135,11 +148,13 @@ def _index(folder: Path, version: int, deadline: Deadline) -> dict[str, dict[str
                 ) from error
             time.sleep(_RETRY_S)
         except (OSError, ValueError) as error:
-            raise lost("disk", version, f"{folder / _INDEX} cannot be read: {error}. Send them again.") from error
+            raise not_arrived(
+                "disk", version, f"{folder / _INDEX} cannot be read: {error}. Send them again."
+            ) from error
 
 
 def _parts(tensors: Tensors, most_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """What goes into one file."""
+    """Yield the tensors of one file after the other."""
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:

@@ -1,4 +1,4 @@
-"""The proof that an engine has the trainer's weights: both tell the log-probs of the same few sequences.
+"""The proof that an engine has the trainer's weights: both compute the log-probs of the same few sequences.
 
     trainer  log_probs(fingerprint.sequences) ─▶ expected ─┐
     engine   new weights ─▶ log_probs ─────────────────────┴▶ compare ─▶ serves, or RolloutError and does not
@@ -16,7 +16,7 @@ float32 and by 0.01 to 0.02 in bfloat16 on average (a mixture with flat gates: 0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +29,7 @@ LogProbs = Sequence[NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """How far log-probs may be apart, in units of their spread."""
+    """The largest distance that log-probs may have, in units of their spread."""
 
     mean: float
     largest: float
@@ -43,7 +43,7 @@ _LEAST_SPREAD = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """How far apart trainer and engine are, in units of the spread."""
+    """The distance of trainer and engine, in units of the spread."""
 
     mean: float
     largest: float
@@ -57,7 +57,7 @@ class Gap:
 
 
 def make_sequences(vocab_size: int, seed: int = 0) -> list[NDArray[np.int32]]:
-    """A few short ones of different lengths, the same for everybody who asks with the same numbers."""
+    """Return a few short sequences of different lengths, the same for everybody who asks with the same numbers."""
     random = np.random.default_rng(seed)
     return [random.integers(0, vocab_size, length).astype(np.int32) for length in (3, 9, 17, 26, 33, 48)]
 
@@ -70,12 +70,14 @@ class Fingerprint:
         self.bound = bound
 
     def compare(self, engine: str, version: int, expected: LogProbs, found: LogProbs) -> Gap:
-        """Raises `RolloutError` where they are too far apart."""
+        """Return how far apart they are. Raises `RolloutError` where that is too far."""
         return self._within(self.bound, engine, version, expected, found)
 
     def calibrate(self, engine: str, version: int, expected: LogProbs, found: LogProbs) -> Gap:
-        """Sets the bound by what is measured while both have loaded the same files and nothing has travelled yet: so
-        a pair that agrees closely is held to it, and one that rounds coarsely is not suspected for it."""
+        """Set the bound by what is measured while both have loaded the same files and nothing has travelled yet.
+
+        So a pair that agrees closely is held to it, and one that rounds coarsely is not suspected for it.
+        """
         gap = self._within(_HOPELESS, engine, version, expected, found)
         self.bound = Bound(max(TIGHTEST.mean, _MARGIN * gap.mean), max(TIGHTEST.largest, _MARGIN * gap.largest))
         return gap
@@ -84,8 +86,8 @@ class Fingerprint:
         gap = measure(expected, found)
         if gap is None:
             raise RolloutError(
-                f"engine {engine!r} with weights of version {version}: it told log-probs of other lengths than the "
-                "trainer, or such that are no numbers. It does not serve. Restart it from the model's files."
+                f"engine {engine!r} with weights of version {version}: its log-probs are of other lengths than the "
+                "trainer's, or are no numbers. It does not serve. Restart it from the model's files."
             )
         if not gap.is_within(bound):
             raise RolloutError(
@@ -100,7 +102,7 @@ class Fingerprint:
 
 
 def measure(expected: LogProbs, found: LogProbs) -> Gap | None:
-    """None where they cannot be compared."""
+    """Return how far apart they are; None where they cannot be compared."""
     if [len(own) for own in expected] != [len(own) for own in found]:
         return None
     trainer = np.concatenate([np.asarray(own, np.float64) for own in expected])
@@ -116,43 +118,3 @@ def measure(expected: LogProbs, found: LogProbs) -> Gap | None:
     return Gap(
         float(apart.mean()) / spread, float(apart[at]) / spread, sequence, token, float(trainer[at]), float(engine[at])
     )
-
-
-class CheckedEngine:
-    """Lets an engine serve only with weights that have been compared with the trainer's."""
-
-    def __init__(
-        self,
-        name: str,
-        fingerprint: Fingerprint,
-        log_probs: Callable[[Sequence[NDArray[np.int32]]], LogProbs],
-    ) -> None:
-        self.name = name
-        self.fingerprint = fingerprint
-        self.serving: int | None = None
-        """The version it may write with; None while it may not."""
-        self._log_probs = log_probs
-
-    def start(self, version: int, expected: LogProbs) -> Gap:
-        """For an engine that has loaded the files the trainer started from: the bound is set by it."""
-        self.serving = None
-        gap = self.fingerprint.calibrate(self.name, version, expected, self._log_probs(self.fingerprint.sequences))
-        self.serving = version
-        return gap
-
-    def update(self, version: int, take: Callable[[], None], expected: LogProbs) -> Gap:
-        """`take` has the engine take its new weights. If it fails or they are wrong, the engine serves no more."""
-        self.serving = None
-        take()
-        gap = self.fingerprint.compare(self.name, version, expected, self._log_probs(self.fingerprint.sequences))
-        self.serving = version
-        return gap
-
-    def version(self) -> int:
-        """The one it writes with; `RolloutError` while it must not write."""
-        if self.serving is None:
-            raise RolloutError(
-                f"engine {self.name!r} must not write: its last weights did not arrive, or are not the trainer's. Send "
-                "them again, or restart it."
-            )
-        return self.serving

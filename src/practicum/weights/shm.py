@@ -1,4 +1,4 @@
-"""Between processes of one machine: one piece of memory that the sender fills and the receivers map.
+"""The channel between processes of one machine: memory that the sender fills and the receivers map.
 
     sender     memory without a name ─ tensors end to end, a table of them, last of all the head ─▶ ticket
     receiver   /proc/<pid>/fd/<fd> ─ shared lock ─ head checked ─▶ tensors that are views of it
@@ -30,14 +30,13 @@ from practicum.errors import ResourceError
 from practicum.weights.channel import (
     ChannelSettings,
     Deadline,
-    Reader,
     Sender,
     Tensors,
     Ticket,
     as_bytes,
     describe,
-    from_bytes,
-    lost,
+    not_arrived,
+    rebuilt,
 )
 
 _HEAD = struct.Struct("<16sqqq")  # who filled it, version, where its table is and how long
@@ -56,8 +55,17 @@ class ShmTicket(Ticket):
     fd: int
     sender: bytes
 
+    def read(self, timeout_s: float) -> Iterator[tuple[str, Tensor]]:
+        memory = _mapped(self, Deadline(timeout_s))
+        _, _, start, length = _HEAD.unpack_from(memory)
+        table: list[Any] = json.loads(memory[start : start + length])
+        # Torch keeps the mapping, and with it the lock, for as long as one of its tensors is there.
+        everything = torch.frombuffer(memory, dtype=torch.uint8)
+        del memory
+        yield from rebuilt(everything, table)
 
-class ShmSender(Sender[ShmTicket]):
+
+class ShmSender(Sender):
     def __init__(self, settings: ChannelSettings) -> None:
         super().__init__(settings)
         if not is_available():
@@ -104,26 +112,13 @@ class ShmSender(Sender[ShmTicket]):
             self.close()
 
 
-class ShmReader(Reader[ShmTicket]):
-    def read(self, ticket: ShmTicket, timeout_s: float) -> Iterator[tuple[str, Tensor]]:
-        memory = _mapped(ticket, Deadline(timeout_s))
-        _, _, start, length = _HEAD.unpack_from(memory)
-        table: list[Any] = json.loads(memory[start : start + length])
-        # Torch keeps the mapping, and with it the lock, for as long as one of its tensors is there.
-        everything = torch.frombuffer(memory, dtype=torch.uint8)
-        del memory
-        for name, dtype, shape, offset in table:
-            num_bytes = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
-            yield name, from_bytes(everything[offset : offset + num_bytes], dtype, shape)
-
-
 def _mapped(ticket: ShmTicket, deadline: Deadline) -> mmap.mmap:
     path = f"/proc/{ticket.pid}/fd/{ticket.fd}"
     again = "Have the trainer send its weights again."
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise lost(
+        raise not_arrived(
             "shm",
             ticket.version,
             f"process {ticket.pid} that sent them is gone, has closed the channel, or is none of this machine's "
@@ -135,9 +130,9 @@ def _mapped(ticket: ShmTicket, deadline: Deadline) -> mmap.mmap:
         sender, version, start, length = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", -1, 0, 0)
         if sender != ticket.sender or version != ticket.version:
             there = f"version {version} is there" if sender == ticket.sender else "nothing whole is there"
-            raise lost("shm", ticket.version, f"they are no longer in memory ({there}). {again}")
+            raise not_arrived("shm", ticket.version, f"they are no longer in memory ({there}). {again}")
         if os.fstat(fd).st_size < start + length:
-            raise lost("shm", ticket.version, f"the memory is shorter than it says. {again}")
+            raise not_arrived("shm", ticket.version, f"the memory is shorter than it says. {again}")
         # Copy on write: nobody who reads can change what others read. It keeps a duplicate of `fd`.
         return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
     finally:
@@ -145,13 +140,13 @@ def _mapped(ticket: ShmTicket, deadline: Deadline) -> mmap.mmap:
 
 
 def _lock(fd: int, ticket: ShmTicket, deadline: Deadline) -> None:
-    """Locked only while the sender writes, in which case a later version is on its way."""
+    """Wait for a shared lock: the sender holds its own only while it writes a later version."""
     while True:
         try:
             return fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             if deadline.is_over:
-                raise lost(
+                raise not_arrived(
                     "shm",
                     ticket.version,
                     f"the sender, process {ticket.pid}, was still writing a later one after {deadline.timeout_s:g} s.",

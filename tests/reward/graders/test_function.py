@@ -9,14 +9,14 @@ import pytest
 from practicum.errors import RewardError
 from practicum.reward.graders.function import load_function, source_of
 from practicum.types import Score
-from tests.reward.halls import REWARDS, function, graded_in_hall, samples_of
+from tests.reward.builders import REWARDS, function, graded_by_worker, samples_of
 
 SAMPLES = samples_of("0", "1", "2", "3", truth="1")
 
 
 def grade(name: str, timeout_s: float = 5.0, samples: Any = None) -> list[Score]:
     """In processes, as a run does it; what a failure of the term is called is left out of its reason."""
-    graded = graded_in_hall({"function": function(name)}, samples or SAMPLES, timeout_s=timeout_s)
+    graded = graded_by_worker({"function": function(name)}, samples or SAMPLES, timeout_s=timeout_s)
     return [one.score for one in graded]
 
 
@@ -66,7 +66,7 @@ def test_an_import_path_works_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_file_may_import_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "neighbour_of_reward.py").write_text("VALUE = 3.0")
     (tmp_path / "uses.py").write_text("import neighbour_of_reward as n\ndef grade(sample): return n.VALUE")
-    graded = graded_in_hall({"function": f"{tmp_path}/uses.py:grade"}, SAMPLES)
+    graded = graded_by_worker({"function": f"{tmp_path}/uses.py:grade"}, SAMPLES)
     assert [one.score.value for one in graded] == [3.0] * 4
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from practicum.errors import RewardError
 from practicum.reward.graders.probe import probe_function
-from tests.reward.halls import function
+from tests.reward.builders import function
 
 
 def test_the_shape_is_learnt_without_importing_the_file_here(tmp_path: Path) -> None:

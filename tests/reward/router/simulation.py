@@ -1,6 +1,6 @@
-"""A fleet in simulated time: the router's real bookkeeping, and workers that are rows of slots with a queue.
+"""A pool in simulated time: the router's real bookkeeping, and workers that are rows of slots with a queue.
 
-jobs ─▶ Costs ─▶ Policy.choose ─▶ Fleet.begin ─▶ queue ─▶ a slot ─▶ Fleet.end ─▶ the next job (closed loop)
+jobs ─▶ CostModel ─▶ Policy.choose ─▶ pool.begin ─▶ queue ─▶ a slot ─▶ pool.end ─▶ the next job (closed loop)
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from practicum.reward.router.cost import Costs, Kind
-from practicum.reward.router.fleet import Fleet
-from practicum.reward.router.heads import RequestHead, RequestReader
-from practicum.reward.router.pace import Pace
+from practicum.reward.router.estimate import CostModel, CostSource, ThroughputEstimate
+from practicum.reward.router.http1 import RequestHead, RequestParser
 from practicum.reward.router.policy import POLICIES, Policy
+from practicum.reward.router.pool import State, Upstream, UpstreamPool
 from practicum.reward.router.settings import RouterSettings
-from practicum.reward.router.upstream import State, Upstream
 
 TICK_S = 0.05
 
-_read = RequestReader("x-practicum-session")
+_read = RequestParser("x-practicum-session")
 
 
 def make_head(cost: float | None = None, session: str | None = None) -> RequestHead:
@@ -46,44 +44,46 @@ class FakeRequest:
     started: float = 0.0
 
 
-def make_fleet(policy: str, num_workers: int, **settings: Any) -> Fleet:
-    """A fleet whose workers are all up."""
+def make_pool(policy: str, num_workers: int, **settings: Any) -> UpstreamPool:
+    """A pool whose workers are all up."""
     made = RouterSettings.make(policy=policy, **settings)
-    fleet = Fleet(POLICIES[policy](made), made.max_in_flight, lambda: None)
+    pool = UpstreamPool(POLICIES[policy](made), made.max_in_flight, lambda: None)
     for index in range(num_workers):
-        add_worker(fleet, f"http://w{index}:80")
-    return fleet
+        add_worker(pool, f"http://w{index}:80")
+    return pool
 
 
-def add_worker(fleet: Fleet, url: str) -> Upstream:
-    upstream = fleet.add(url)
+def add_worker(pool: UpstreamPool, url: str) -> Upstream:
+    upstream = pool.add(url)
     upstream.state = State.UP
-    upstream.pace = Pace(fleet.average, 0.0)  # simulated time begins at 0
-    fleet.refresh(upstream)
+    upstream.estimate = ThroughputEstimate(pool.average, 0.0)  # simulated time begins at 0
+    pool.refresh(upstream)
     return upstream
 
 
-def worker(fleet: Fleet, url: str) -> Upstream:
-    found = fleet.find(url)
+def worker(pool: UpstreamPool, url: str) -> Upstream:
+    found = pool.find(url)
     assert found is not None
     return found
 
 
-def begin(fleet: Fleet, upstream: Upstream, request: FakeRequest, now: float = 0.0) -> None:
+def begin(pool: UpstreamPool, upstream: Upstream, request: FakeRequest, now: float = 0.0) -> None:
     connection: Any = request
     request.started = now
-    fleet.begin(upstream, connection, request.cost, now)
+    pool.begin(upstream, connection, request.cost, now)
 
 
-def end(fleet: Fleet, upstream: Upstream, request: FakeRequest, now: float = 0.0, *, completed: bool = True) -> None:
+def end(
+    pool: UpstreamPool, upstream: Upstream, request: FakeRequest, now: float = 0.0, *, completed: bool = True
+) -> None:
     connection: Any = request
-    fleet.end(upstream, connection, request.cost, now, completed=completed)
+    pool.end(upstream, connection, request.cost, now, completed=completed)
 
 
 @dataclass(eq=False)
 class Job(FakeRequest):
     work: float = 1.0  # seconds at speed 1
-    kind: Kind = field(default_factory=Kind)
+    cost_source: CostSource = field(default_factory=CostSource)
     upstream: Upstream | None = None
 
 
@@ -100,11 +100,11 @@ class Server:
 class Simulation:
     def __init__(self, policy: str, speeds: Iterable[float], num_slots: int) -> None:
         self.servers = [Server(speed, num_slots) for speed in speeds]
-        self.fleet = make_fleet(policy, len(self.servers))
-        self.policy: Policy = self.fleet.policy
-        self.costs = Costs()
+        self.pool = make_pool(policy, len(self.servers))
+        self.policy: Policy = self.pool.policy
+        self.costs = CostModel()
         self.now = 0.0
-        self._server_of = dict(zip(self.fleet, self.servers, strict=True))
+        self._server_of = dict(zip(self.pool, self.servers, strict=True))
         self._events: list[tuple[float, int, Job]] = []
         self._numbers = itertools.count()
         self._next_tick = TICK_S
@@ -124,19 +124,19 @@ class Simulation:
         return self.now - start
 
     def _send(self, job: Job) -> None:
-        job.cost, job.kind = self.costs.of(job.head, job.body)
+        job.cost, job.cost_source = self.costs.of(job.head, job.body)
         job.upstream = self.policy.choose(job)
         assert job.upstream is not None
-        begin(self.fleet, job.upstream, job, self.now)
+        begin(self.pool, job.upstream, job, self.now)
         server = self._server_of[job.upstream]
         server.queue.append(job)
         self._work_on(server)
 
     def _finish(self, job: Job) -> None:
         assert job.upstream is not None
-        end(self.fleet, job.upstream, job, self.now)
-        self.costs.learn(job.kind, self.now - job.started)
-        self.fleet.average.learn(job.cost, self.now - job.started)
+        end(self.pool, job.upstream, job, self.now)
+        self.costs.record(job.cost_source, self.now - job.started)
+        self.pool.average.record(job.cost, self.now - job.started)
         server = self._server_of[job.upstream]
         server.num_running -= 1
         self._work_on(server)
@@ -149,7 +149,7 @@ class Simulation:
 
     def _tick_until(self, until: float) -> None:
         while self._next_tick < until:
-            self.fleet.tick(self._next_tick)
+            self.pool.tick(self._next_tick)
             self.costs.tick()
             self._next_tick += TICK_S
 

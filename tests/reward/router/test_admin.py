@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
+from practicum.reward.router.admin import Metrics
+from practicum.reward.router.dispatcher import Dispatcher
+from practicum.reward.router.pool import State
+from practicum.reward.router.settings import RouterSettings
 from tests.reward.router.client import LOCAL, Client, Response, request, worker_states
 from tests.reward.router.conftest import OPTIONS, Pair
 from tests.reward.router.fakes import Exchange, FakeWorker, echo_target
+from tests.reward.router.simulation import FakeRequest, begin, worker
 
 StartWorker = Callable[..., FakeWorker]
 StartRouter = Callable[..., Any]
@@ -293,3 +301,117 @@ def test_workers_come_and_go_under_load_and_no_request_is_lost(
     assert failures == [] and min(num_done) > 0
     assert [state["url"] for state in worker_states(router.url)] == [workers[1].url]
     assert worker_states(router.url)[0]["in_flight"] == 0
+
+
+FAMILIES = {
+    "practicum_router_responses": "counter",
+    "practicum_router_refusals": "counter",
+    "practicum_router_latency_seconds": "histogram",
+    "practicum_router_retries": "counter",
+    "practicum_router_hedges": "counter",
+    "practicum_router_abandoned": "counter",
+    "practicum_router_truncated": "counter",
+    "practicum_router_waiting": "gauge",
+    "practicum_router_clients": "gauge",
+    "practicum_router_worker_requests": "counter",
+    "practicum_router_worker_failures": "counter",
+    "practicum_router_worker_ejections": "counter",
+    "practicum_router_worker_seconds": "counter",
+    "practicum_router_worker_in_flight": "gauge",
+    "practicum_router_worker_seconds_per_cost": "gauge",
+    "practicum_router_worker_slots": "gauge",
+    "practicum_router_worker_state": "gauge",
+}
+URLS = ("http://a:1", "http://b:1")
+
+
+@pytest.fixture
+def dispatcher() -> Dispatcher:
+    return Dispatcher(RouterSettings.make(workers=URLS))
+
+
+def families(dispatcher: Dispatcher) -> dict[str, Metric]:
+    return {family.name: family for family in text_string_to_metric_families(Metrics(dispatcher).text().decode())}
+
+
+def value(dispatcher: Dispatcher, name: str, labels: Mapping[str, str] | None = None) -> float | None:
+    samples = [sample for family in families(dispatcher).values() for sample in family.samples if sample.name == name]
+    return next((sample.value for sample in samples if sample.labels == (labels or {})), None)
+
+
+def test_all_families_are_there_from_the_start(dispatcher: Dispatcher) -> None:
+    found = families(dispatcher)
+    assert {name: family.type for name, family in found.items()} == FAMILIES
+    assert all(family.documentation for family in found.values())
+    assert families(Dispatcher(RouterSettings.make())).keys() == FAMILIES.keys()
+
+
+def test_what_is_counted_can_be_read(dispatcher: Dispatcher) -> None:
+    stats = dispatcher.stats
+    for status in (200, 200, 404):
+        stats.record(status, 0.25)
+    stats.refusals["queue_full"] += 1
+    stats.retries, stats.hedges, stats.abandoned, stats.truncated = 4, 3, 2, 1
+    assert value(dispatcher, "practicum_router_responses_total", {"status": "200"}) == 2
+    assert value(dispatcher, "practicum_router_responses_total", {"status": "404"}) == 1
+    assert value(dispatcher, "practicum_router_refusals_total", {"reason": "queue_full"}) == 1
+    for name, number in (("retries", 4), ("hedges", 3), ("abandoned", 2), ("truncated", 1)):
+        assert value(dispatcher, f"practicum_router_{name}_total") == number
+    assert value(dispatcher, "practicum_router_waiting") == 0
+    assert value(dispatcher, "practicum_router_clients") == 0
+
+
+def test_latencies_are_cumulative_buckets(dispatcher: Dispatcher) -> None:
+    for latency_s in (0.0005, 0.003, 0.003, 0.7, 1.0, 10_000.0):
+        dispatcher.stats.record(200, latency_s)
+    family = families(dispatcher)["practicum_router_latency_seconds"]
+    buckets = {float(s.labels["le"]): s.value for s in family.samples if s.name.endswith("_bucket")}
+    assert list(buckets) == sorted(buckets) and list(buckets.values()) == sorted(buckets.values())
+    at = {0.001: 1, 0.0025: 1, 0.005: 3, 0.5: 3, 1.0: 5, 600.0: 5, math.inf: 6}
+    assert {bound: buckets[bound] for bound in at} == at
+    assert value(dispatcher, "practicum_router_latency_seconds_count") == 6
+    assert value(dispatcher, "practicum_router_latency_seconds_sum") == pytest.approx(10_001.7065)
+
+
+def test_each_worker_has_its_figures(dispatcher: Dispatcher) -> None:
+    busy = worker(dispatcher.pool, "http://a:1")
+    begin(dispatcher.pool, busy, FakeRequest())
+    begin(dispatcher.pool, busy, FakeRequest())
+    busy.num_failures, busy.num_ejections, busy.seconds = 3, 1, 12.5
+    expected = {
+        "requests_total": 2,
+        "in_flight": 2,
+        "failures_total": 3,
+        "ejections_total": 1,
+        "seconds_total": 12.5,
+        "seconds_per_cost": busy.estimate.seconds_per_cost,
+        "slots": busy.estimate.slots,
+    }
+    for name, number in expected.items():
+        assert value(dispatcher, f"practicum_router_worker_{name}", {"worker": "http://a:1"}) == number
+    assert value(dispatcher, "practicum_router_worker_in_flight", {"worker": "http://b:1"}) == 0
+
+
+def test_each_worker_is_in_exactly_one_state(dispatcher: Dispatcher) -> None:
+    def states() -> dict[str, list[str]]:
+        samples = families(dispatcher)["practicum_router_worker_state"].samples
+        return {url: [s.labels["state"] for s in samples if s.labels["worker"] == url and s.value] for url in URLS}
+
+    assert states() == {"http://a:1": ["starting"], "http://b:1": ["starting"]}
+    one, other = dispatcher.pool
+    for state in State:
+        one.state = state
+        assert states()["http://a:1"] == [state.value]
+    one.state = other.state = State.UP
+    one.paused = True
+    assert states() == {"http://a:1": ["paused"], "http://b:1": ["up"]}
+    one.draining = True
+    other.version = 1
+    dispatcher.pool.want_version(2)
+    assert states() == {"http://a:1": ["draining"], "http://b:1": ["stale"]}
+
+
+def test_a_removed_worker_has_no_figures(dispatcher: Dispatcher) -> None:
+    dispatcher.pool.remove(worker(dispatcher.pool, "http://a:1"))
+    assert value(dispatcher, "practicum_router_worker_requests_total", {"worker": "http://a:1"}) is None
+    assert value(dispatcher, "practicum_router_worker_requests_total", {"worker": "http://b:1"}) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import re
 import signal
@@ -11,13 +13,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 import pytest
 
+from practicum.controller import RayResourcePool, ray_cluster
 from practicum.errors import RouterError
-from practicum.reward.router import Router, RouterHandle
-from tests.reward.router.client import Client, request
+from practicum.reward.router import Router, RouterControl, RouterHandle, RouterSettings
+from practicum.reward.router.server import RouterServer
+from tests.reward.router.client import LOCAL, Client, request
 from tests.reward.router.fakes import Exchange, FakeWorker, echo_target
 
 StartWorker = Callable[..., FakeWorker]
@@ -160,3 +165,157 @@ def test_a_worker_that_is_not_there_is_reported_and_the_router_starts(start_work
 def test_settings_that_cannot_be_used_are_errors(settings: dict[str, object], told: str) -> None:
     with pytest.raises(RouterError, match=re.escape(told)):
         Router(**settings)  # type: ignore[arg-type]
+
+
+def start(settings: RouterSettings) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", "from practicum.reward.router.launch import main; main()"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None
+    child.stdin.write(settings.model_dump_json() + "\n")
+    child.stdin.flush()
+    return child
+
+
+def first_line(child: subprocess.Popen[str]) -> dict[str, Any]:
+    assert child.stdout is not None
+    line: dict[str, Any] = json.loads(child.stdout.readline())
+    return line
+
+
+def test_it_tells_its_address_and_ends_with_its_input() -> None:
+    child = start(RouterSettings(admin_port=0))
+    told = first_line(child)
+    with Client(told["admin_url"]) as client:
+        assert client.ask(request(target=b"/workers", host=LOCAL)).status == 200
+    child.communicate(timeout=10.0)
+    assert child.returncode == 0
+
+
+def test_it_tells_what_went_wrong() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        child = start(RouterSettings(port=taken.getsockname()[1]))
+        assert "in use" in first_line(child)["error"]
+        child.communicate(timeout=10.0)
+
+
+def test_a_control_drives_a_router_by_its_address(
+    start_worker: Callable[..., FakeWorker], start_router: Callable[..., Any]
+) -> None:
+    first, second = start_worker(), start_worker()
+    router = start_router(first)
+    control = RouterControl(f"{router.url}/router/")
+    control.add(second.url, version=7)
+    assert [worker["url"] for worker in control.workers()] == [first.url, second.url]
+    assert control.workers()[1]["version"] == 7
+    control.remove(first.url)
+    assert [worker["url"] for worker in control.workers()] == [second.url]
+    assert "practicum_router_waiting 0.0" in control.metrics()
+
+
+def test_errors_of_the_router_are_raised_with_its_words() -> None:
+    with Router().start() as router:
+        with pytest.raises(RouterError, match="worker http://a:1 is not here; the workers are: none"):
+            router.drain("http://a:1")
+        router.add("http://127.0.0.1:9")
+        with pytest.raises(RouterError, match="already"):
+            router.add("http://127.0.0.1:9")
+
+
+def test_a_wrong_token_is_an_error() -> None:
+    with Router(token="right").start() as router, pytest.raises(RouterError, match="Authorization: Bearer"):
+        RouterControl(router.admin_url, "wrong").workers()
+
+
+def test_a_router_that_is_not_there_is_an_error() -> None:
+    with Router().start() as router:
+        url = router.admin_url
+    with pytest.raises(RouterError, match="does not answer"):
+        RouterControl(url).workers()
+
+
+def test_an_address_that_is_no_control_plane_is_an_error(start_worker: Callable[..., FakeWorker]) -> None:
+    with (
+        Router([start_worker().url]).start() as router,
+        pytest.raises(RouterError, match="not a router's control plane"),
+    ):
+        RouterControl(router.url).workers()
+
+
+def test_it_runs_in_any_event_loop(start_worker: Callable[..., FakeWorker]) -> None:
+    worker = start_worker()
+
+    async def serve() -> bytes:
+        server = RouterServer(RouterSettings(workers=(worker.url,)))
+        await server.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET /x HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        answer = await asyncio.wait_for(reader.read(), 5.0)
+        writer.close()
+        await server.stop()
+        return answer
+
+    assert asyncio.run(serve()).endswith(b"\r\n\r\n/x")
+
+
+def test_a_worker_that_does_not_answer_its_first_probe_holds_up_nothing() -> None:
+    async def serve() -> float:
+        silent = await asyncio.start_server(lambda reader, writer: asyncio.sleep(30), "127.0.0.1", 0)
+        port = silent.sockets[0].getsockname()[1]
+        server = RouterServer(RouterSettings(workers=(f"http://127.0.0.1:{port}",), probe_timeout_s=0.2))
+        start = time.monotonic()
+        await server.start()
+        seconds = time.monotonic() - start
+        await server.stop()
+        silent.close()
+        return seconds
+
+    assert asyncio.run(serve()) < 1.0
+
+
+def test_an_admin_port_in_use_leaves_nothing_open() -> None:
+    async def serve() -> None:
+        first = RouterServer(RouterSettings())
+        await first.start()
+        second = RouterServer(RouterSettings(admin_port=first.port))
+        with pytest.raises(RouterError, match=f"port {first.port}"):
+            await second.start()
+        with pytest.raises(OSError):
+            await asyncio.open_connection("127.0.0.1", second.port)
+        await first.stop()
+
+    asyncio.run(serve())
+
+
+def test_addresses() -> None:
+    async def serve(**settings: object) -> tuple[str, str]:
+        server = RouterServer(RouterSettings(**settings))  # type: ignore[arg-type]
+        await server.start()
+        await server.stop()
+        return server.url, server.admin_url
+
+    url, admin_url = asyncio.run(serve(host="0.0.0.0"))
+    assert url.startswith("http://127.0.0.1:") and admin_url == f"{url}/router"
+    url, admin_url = asyncio.run(serve(admin_port=0))
+    assert admin_url.startswith("http://127.0.0.1:") and admin_url != url and "/router" not in admin_url
+
+
+@pytest.mark.slow
+def test_an_actor_serves_and_ends(start_worker: Callable[..., FakeWorker]) -> None:
+    worker = start_worker()
+    with ray_cluster():
+        with Router([worker.url]).start_actor() as router:
+            with Client(router.url) as client:
+                assert client.get(b"/x").data == b"/x"
+            assert router.workers()[0]["requests"] == 1
+            with pytest.raises(RouterError, match="Bearer"):  # it has a token, since callers come from anywhere
+                RouterControl(router.admin_url).workers()
+        with pytest.raises(OSError):
+            Client(router.url)
+        with (
+            RayResourcePool([1]) as pool,
+            Router([worker.url]).start_actor(pool) as router,
+            Client(router.url) as client,
+        ):
+            assert client.get(b"/pool").data == b"/pool"

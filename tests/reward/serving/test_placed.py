@@ -2,11 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from practicum.config import RewardModelConfig
-from practicum.controller import RayClassWithInitArgs
 from practicum.reward.serving.placed import PlacedReplica
 from practicum.reward.serving.replica import RewardModelReplica
-from tests.rollout.serving.models import ask
+
+from practicum.config import RewardModelConfig
+from practicum.controller import RayClassWithInitArgs
+from tests.rollout.server.models import ask
 
 
 def test_the_life_of_a_replica(classifier_folder: Path) -> None:

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from practicum.reward.serving.replica import RewardModelReplica
 
 from practicum.config import RewardModelConfig
 from practicum.controller import LocalWorkerGroup, RayClassWithInitArgs
 from practicum.errors import ResourceError, WorkerError
-from practicum.reward.serving.replica import RewardModelReplica
-from tests.rollout.serving.models import ask, save_classifier, score_of
+from tests.rollout.server.models import ask, save_classifier, score_of
 
 
 def start(config: RewardModelConfig, *, asleep: bool = False) -> LocalWorkerGroup[RewardModelReplica]:

@@ -3,8 +3,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from practicum.errors import RewardError
 from practicum.reward.serving.watch import Watch
+
+from practicum.errors import RewardError
 
 
 class FakeReplica:

@@ -6,42 +6,48 @@ from typing import Any
 import pytest
 
 from practicum.errors import RolloutError
-from practicum.rollout.agent.environment import EnvironmentBox, Step
+from practicum.rollout.agent.environment import Environments
 from practicum.types import Prompt
 from tests.rollout.agents import HERE
 
 
-def in_box(name: str, *words: str, timeout_s: float = 0.5, **metadata: Any) -> tuple[list[Step], dict[str, int]]:
-    """The reset and the steps."""
+def talk_with(
+    name: str, *words: str, timeout_s: float = 0.5, **metadata: Any
+) -> tuple[str | None, list[str | None], Any, dict[str, int]]:
+    """Return what it says first, what it says to each word, the outcome, and the counts."""
 
-    async def run() -> tuple[list[Step], dict[str, int]]:
-        box = EnvironmentBox(f"{HERE}:{name}", timeout_s, num_processes=2)
-        await box.start()
+    async def run() -> tuple[str | None, list[str | None], Any, dict[str, int]]:
+        environments = Environments(f"{HERE}:{name}", timeout_s, num_processes=2)
+        await environments.start()
         try:
-            steps = [await box.reset(Prompt("p", text="?", answer=2, metadata=metadata))]
-            for word in words:
-                steps.append(await box.step(steps[-1].state, word))
-            return steps, dict(box.counts)
+            interaction = environments.interaction()
+            first = await interaction.begin(Prompt("p", text="?", answer=2, metadata=metadata))
+            said: list[str | None] = []
+            for number, word in enumerate(words, 1):
+                reply = await interaction.reply(word, word, is_last=number == len(words))  # it hears the last too
+                assert reply is None or [message["role"] for message in reply] == ["user"]
+                said.append(None if reply is None else str(reply[0]["content"]))
+            return first, said, interaction.outcome, dict(interaction.counts)
         finally:
-            await box.close()
+            await environments.close()
 
     return asyncio.run(run())
 
 
 @pytest.mark.parametrize("name", ["Countdown", "AsyncCountdown"])
 def test_an_environment_remembers_between_steps(name: str) -> None:
-    steps, counts = in_box(name, "a", "b", speaks=True)
-    assert [step.said for step in steps] == ["2+", "1", None]
-    assert steps[-1].outcome == {"heard": ["a", "b"], "left": 0}
+    first, said, outcome, counts = talk_with(name, "a", "b", speaks=True)
+    assert (first, said) == ("2+", ["1", None])
+    assert outcome == {"heard": ["a", "b"], "left": 0}
     assert counts == {"ok": 2}
 
 
 @pytest.mark.parametrize("name", ["Countdown", "AsyncCountdown"])
 def test_a_step_that_fails_is_told_and_forgotten(name: str) -> None:
-    steps, counts = in_box(name, "raise", "hang", "a")
-    assert steps[0].said is None
-    assert "RuntimeError: not that" in str(steps[1].said) and "took longer than 0.5 s" in str(steps[2].said)
-    assert steps[3].said == "1" and steps[3].outcome == {"heard": ["a"], "left": 1}
+    first, said, outcome, counts = talk_with(name, "raise", "hang", "a")
+    assert first is None
+    assert "RuntimeError: not that" in str(said[0]) and "took longer than 0.5 s" in str(said[1])
+    assert said[2] == "1" and outcome == {"heard": ["a"], "left": 1}
     assert counts == {"ok": 1, "raised": 1, "timeout": 1}
 
 
@@ -56,4 +62,4 @@ def test_a_step_that_fails_is_told_and_forgotten(name: str) -> None:
 )
 def test_what_cannot_be_an_environment_is_refused(name: str, complaint: str) -> None:
     with pytest.raises(RolloutError, match=complaint):
-        in_box(name)
+        talk_with(name)

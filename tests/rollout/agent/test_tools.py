@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +10,25 @@ from typing import Annotated, Any, Literal
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import Field
 
+from practicum.config import AgentConfig
 from practicum.errors import RolloutError
-from practicum.rollout.agent.calls import BadCall, Call
-from practicum.rollout.agent.tools import Tool, ToolBox, ToolReply, as_text, describe_tools
+from practicum.rollout.agent.tools import (
+    CALL_FORMATS,
+    BadCall,
+    Call,
+    Tool,
+    ToolReply,
+    Tools,
+    as_text,
+    describe_tools,
+    hermes,
+    plain,
+)
+from practicum.types import Prompt
 from tests.rollout.agents import HERE
 
 
@@ -81,7 +96,7 @@ def test_arguments_are_checked_and_made_what_the_function_wants() -> None:
     tool = Tool(search)
     assert tool.call(tool.bind({"query": "a", "limit": "3"})) == "a 3 web None "
     assert tool.call(tool.bind(("a", "3", "news"))) == "a 3 news None "
-    for given, complaint in [
+    for arguments, complaint in [
         ({}, "query: Field required"),
         ({"query": "a", "limit": "many"}, "limit: Input should be a valid integer"),
         ({"query": "a", "kind": "old"}, "kind: Input should be 'web' or 'news'"),
@@ -89,7 +104,7 @@ def test_arguments_are_checked_and_made_what_the_function_wants() -> None:
         (("a",) * 6, "takes 5 arguments (query, limit, kind, json, where), not 6"),
     ]:
         with pytest.raises(ValueError) as caught:
-            tool.bind(given)  # type: ignore[arg-type]
+            tool.bind(arguments)  # type: ignore[arg-type]
         assert complaint in str(caught.value)
 
 
@@ -126,21 +141,21 @@ def test_results_as_text() -> None:
     assert as_text(object()).startswith('"<object')
 
 
-def in_box(names: list[str], calls: list[Call | BadCall], timeout_s: float = 0.5) -> tuple[list[ToolReply], ToolBox]:
-    async def run() -> tuple[list[ToolReply], ToolBox]:
-        box = ToolBox([f"{HERE}:{name}" for name in names], timeout_s, num_processes=2)
-        await box.start()
+def replies_to(names: list[str], calls: list[Call | BadCall], timeout_s: float = 0.5) -> list[ToolReply]:
+    async def run() -> list[ToolReply]:
+        tools = Tools([f"{HERE}:{name}" for name in names], timeout_s, num_processes=2)
+        await tools.start()
         try:
-            return await box.call_all(calls), box
+            return await asyncio.gather(*map(tools.call, calls))
         finally:
-            await box.close()
+            await tools.close()
 
     return asyncio.run(run())
 
 
 def test_every_call_has_a_reply_whatever_the_tool_does() -> None:
     names = ["add", "patient", "hang", "fail", "crash"]
-    replies, box = in_box(
+    replies = replies_to(
         names,
         [
             Call("add", {"a": 1, "b": 2}),
@@ -162,19 +177,58 @@ def test_every_call_has_a_reply_whatever_the_tool_does() -> None:
     assert all(reply.text.startswith("error: ") for reply in replies[2:])
     assert "raised KeyError: 'oh'" in replies[4].text
     assert "there is no tool 'sub'; there are: add, patient, hang, fail, crash" in replies[7].text
-    assert sum(box.counts.values()) == 10 and box.counts["timeout"] == 2
 
 
 def test_a_call_without_a_name_means_the_only_tool() -> None:
-    replies, _ = in_box(["add"], [Call(None, ("1", "2")), Call(None, ())])
+    replies = replies_to(["add"], [Call(None, ("1", "2")), Call(None, ())])
     assert replies[0] == ToolReply("add", "3") and replies[1].status == "malformed"
 
 
 def test_async_tools_run_side_by_side_and_nothing_is_left_behind() -> None:
-    replies, _ = in_box(["meet"], [Call("meet", {"num": 50})] * 50, timeout_s=30.0)
+    replies = replies_to(["meet"], [Call("meet", {"num": 50})] * 50, timeout_s=30.0)
     assert [reply.text for reply in replies] == ["50"] * 50
-    (reply,), _ = in_box(["pid"], [Call("pid", {})])
-    assert not psutil.pid_exists(int(reply.text)) or psutil.Process(int(reply.text)).status() == "zombie"
+    assert not any(map(is_alive, {int(reply.text) for reply in replies_to(["pid"], [Call("pid", {})] * 6)}))
+    shared = replies_to(["patient_pid"], [Call("patient_pid", {})] * 6)
+    assert len({reply.text for reply in shared}) == 1 and not is_alive(int(shared[0].text))
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"
+
+
+@pytest.mark.parametrize(
+    ("call_format", "call"),
+    [("plain", "[1, 2]"), ("hermes", '<tool_call>{"name":"add","arguments":{"a":3}}</tool_call>')],
+)
+def test_tools_answer_calls_and_nothing_else(call_format: str, call: str) -> None:
+    async def run() -> tuple[list[Any], Any, dict[str, int]]:
+        tools = Tools((f"{HERE}:add",), 5.0, call_format)
+        await tools.start()
+        try:
+            interaction = tools.interaction()
+            found: list[Any] = [await interaction.begin(Prompt("p", text="?"))]
+            for text, is_last in ((call, False), ("three", False), (call, True)):
+                found.append(await interaction.reply(text, f"{text}<end>", is_last=is_last))
+            return found, interaction.outcome, dict(interaction.counts)
+        finally:
+            await tools.close()
+
+    found, outcome, counts = asyncio.run(run())
+    assert found == [None, [{"role": "tool", "name": "add", "content": "3"}], None, []]
+    assert outcome is None
+    assert counts == {"ok": 1}  # after the last turn nothing is called: nobody would read the result
+
+
+def test_tools_and_an_environment_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="set tools or environment, not both"):
+        AgentConfig(tools=("a.py:f",), environment="a.py:E")
+
+
+def test_tools_that_cannot_start_leave_no_process_behind() -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(RolloutError, match=r"^rollout.agent.tools: the tools cannot be used: .*does not exist"):
+        describe_tools(["nowhere.py:f"])
+    assert not [one for one in psutil.Process(os.getpid()).children(recursive=True) if one not in before]
 
 
 def test_tools_are_described_without_importing_their_file_here(tmp_path: Path) -> None:
@@ -201,11 +255,49 @@ def test_the_processes_of_tools_need_no_torch(tmp_path: Path) -> None:
     (tmp_path / "heavy.py").write_text("import sys\ndef heavy() -> bool: return 'torch' in sys.modules")
 
     async def run() -> ToolReply:
-        box = ToolBox([f"{tmp_path}/heavy.py:heavy"], 5.0, num_processes=1)
-        await box.start()
+        tools = Tools([f"{tmp_path}/heavy.py:heavy"], 5.0, num_processes=1)
+        await tools.start()
         try:
-            return await box.call(Call("heavy", {}))
+            return await tools.call(Call("heavy", {}))
         finally:
-            await box.close()
+            await tools.close()
 
     assert asyncio.run(run()).text == "false"
+
+
+def test_hermes_calls_are_found_among_other_words() -> None:
+    text = (
+        'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call> and '
+        '<tool_call>{"name": "now"}</tool_call><tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>'
+    )
+    assert hermes(text) == [Call("add", {"a": 1, "b": [2]}), Call("now", {}), Call("f", {"x": 1})]
+    assert hermes("no call, though [1] looks like one") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("<tool_call>{oops}</tool_call>", "not valid JSON"),
+        ("<tool_call>[1]</tool_call>", 'an object with "name"'),
+        ('<tool_call>{"name": 3}</tool_call>', 'an object with "name"'),
+        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', '"arguments" is not an object'),
+        ('<tool_call>{"name": "f", "arguments": "{"}</tool_call>', "arguments are not valid JSON"),
+        ('<tool_call>{"name": "f"}', "not closed"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
+    ],
+)
+def test_what_is_no_call_says_why(text: str, reason: str) -> None:
+    (found,) = hermes(text)
+    assert isinstance(found, BadCall) and reason in found.reason
+
+
+def test_plain_calls() -> None:
+    assert plain("[12*34]") == [Call(None, ("12*34",))]
+    assert plain("so [add: 1, 2] and [ now: ][]") == [Call("add", ("1", "2")), Call("now", ()), Call(None, ())]
+    assert plain("[12 no end") == plain("nothing") == []
+
+
+@given(st.text(alphabet='<tool_call>/{}":[]name, \n', max_size=80))
+def test_no_text_is_too_odd(text: str) -> None:
+    for parse in CALL_FORMATS.values():
+        assert all(isinstance(found, Call | BadCall) for found in parse(text))

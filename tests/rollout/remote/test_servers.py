@@ -15,9 +15,10 @@ import pytest
 from practicum.errors import RolloutError
 from practicum.models import load_model
 from practicum.reward.router import Router
-from practicum.rollout.remote.openai import OpenAIRollout
-from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams
+from practicum.rollout.openai import OpenAIRollout
+from practicum.types import Sample, SamplingParams
 from practicum.weights import WeightUpdate
+from tests.rollout.asking import ask, run, written
 from tests.rollout.fake_completions import FakeServer
 
 TOKEN = "secret"
@@ -40,7 +41,7 @@ class Scene:
             self.router = stack.enter_context(made.start())
             router = {"router": self.router.url, "router_token": TOKEN}
         self.engine = OpenAIRollout([one.url for one in self.servers], model_path=str(model), timeout_s=20.0, **router)
-        stack.callback(self.engine.close)
+        stack.callback(lambda: run(self.engine.close()))
         self._weights = [(name, parameter.detach()) for name, parameter in load_model(str(model)).named_parameters()]
 
     @staticmethod
@@ -63,13 +64,12 @@ class Scene:
         self._alive.append(server)
 
     def update(self, version: int) -> None:
-        self.engine.update_weights(WeightUpdate(version, self._weights, shared=False))
-        self.engine.log_probs(SEQUENCES)
+        run(self.engine.update_weights(WeightUpdate(version, self._weights, shared=False)))
+        run(self.engine.log_probs(SEQUENCES))
 
     def write(self, num: int = 24) -> list[Sample]:
         params = SamplingParams(6, ignore_eos=True)
-        ids = np.array([5, 6, 7], np.int32)
-        return self.engine.generate([RolloutRequest(Prompt(f"p{n}", text="x"), ids, params, n) for n in range(num)])
+        return written(self.engine, *(ask(params, seed=seed) for seed in range(num)))
 
 
 def versions(samples: list[Sample]) -> set[int]:
@@ -80,7 +80,7 @@ def versions(samples: list[Sample]) -> set[int]:
 def scene(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Scene]:
     with ExitStack() as stack:
         made = Scene(stack, tiny_model, has_router=request.param == "router")
-        made.engine.resume()
+        run(made.engine.resume())
         yield made
 
 
@@ -178,7 +178,7 @@ def test_a_server_that_is_not_there_at_first_is_taken_in_with_the_next_weights(t
         scene = Scene(stack, tiny_model, has_router=False)
         one, _ = scene.servers
         scene.kill(one)
-        scene.engine.resume()
+        run(scene.engine.resume())
         scene.update(1)
         assert len(scene.write()) == 24
         scene.start_again(one)
@@ -191,12 +191,10 @@ def test_servers_that_take_no_weights_are_asked_again_when_they_answer(tiny_mode
         one = FakeServer()
         with one:
             engine = OpenAIRollout([one.url, other.url], model_path=str(tiny_model))
-            engine.resume()
-        ids = np.array([5, 6, 7], np.int32)
+            run(engine.resume())
 
         def write() -> int:
-            params = SamplingParams(6)
-            return len(engine.generate([RolloutRequest(Prompt(f"p{n}", text="x"), ids, params, n) for n in range(9)]))
+            return len(written(engine, *(ask(SamplingParams(6), seed=seed) for seed in range(9))))
 
         assert write() == 9
         with one:
@@ -204,4 +202,4 @@ def test_servers_that_take_no_weights_are_asked_again_when_they_answer(tiny_mode
             other.faults = ["500"]  # which is a reason to look round
             assert write() == 9
             assert write() == 9 and one.requests
-        engine.close()
+        run(engine.close())

@@ -7,8 +7,7 @@ from urllib.parse import urlsplit
 
 from practicum.controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker
 from practicum.controller.host import host_address
-from practicum.reward.router.handle import RouterHandle
-from practicum.reward.router.launch import STOP_S, RouterThread
+from practicum.reward.router.launch import STOP_S, RouterHandle, RouterThread
 from practicum.reward.router.settings import RouterSettings
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -17,13 +16,13 @@ _EVERYWHERE = ("0.0.0.0", "::")
 
 class RouterActor(Worker):
     def __init__(self, settings: RouterSettings) -> None:
-        if settings.host in _LOOPBACK:  # nobody on another node would find it there
+        if settings.host in _LOOPBACK:  # callers on other nodes would not reach it there
             settings = settings.model_copy(update={"host": host_address()})
         self._host = host_address() if settings.host in _EVERYWHERE else None
         self._router = RouterThread(settings)
 
     def addresses(self) -> tuple[str, str]:
-        """For callers on other nodes."""
+        """Return the addresses for callers on other nodes."""
         return self._seen_from_outside(self._router.url), self._seen_from_outside(self._router.admin_url)
 
     def _seen_from_outside(self, url: str) -> str:
@@ -35,7 +34,7 @@ class RouterActor(Worker):
 
 
 class RouterOnRay(RouterHandle):
-    """Callers come from other machines, so that its control plane has a token in any case."""
+    """A router in an actor. Callers come from other machines, so that its control plane always has a token."""
 
     def __init__(self, settings: RouterSettings, pool: RayResourcePool | None) -> None:
         token = settings.token or secrets.token_urlsafe()

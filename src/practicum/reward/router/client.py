@@ -1,9 +1,9 @@
-"""One connection of a client: reads its requests, one after another, and writes the answers.
+"""One connection of a client: reads its requests, one after another, and writes the responses.
 
-    bytes ─▶ head judged ─▶ enough of the body to choose by ─▶ Exchange; the rest of the body as it comes
+    bytes ─▶ head parsed ─▶ enough of the body to choose by ─▶ ProxiedRequest; the rest of the body as it comes
     control-plane targets go to `Admin` instead
 
-Nothing behind a request is looked at before its answer has been written.
+Nothing behind a request is read before its response has been written.
 """
 
 from __future__ import annotations
@@ -12,49 +12,30 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from practicum.reward.router.answers import error_answer
-from practicum.reward.router.bodies import BadBody, Body
 from practicum.reward.router.connection import MAX_UNSENT
-from practicum.reward.router.exchange import Exchange
-from practicum.reward.router.heads import END, MAX_HEAD_BYTES, BadHead, RequestHead
+from practicum.reward.router.http1 import END, MAX_HEAD_BYTES, BadMessage, Body, RequestHead, error_response
+from practicum.reward.router.request import ProxiedRequest
 
 if TYPE_CHECKING:
     from practicum.reward.router.admin import Admin
-    from practicum.reward.router.desk import Desk
+    from practicum.reward.router.dispatcher import Dispatcher
 
-# A body up to this size is waited for before a worker is chosen: policies look into it, and a slow client then keeps
-# no worker waiting. Of a longer one, this much.
+# A worker is chosen once a body up to this size is complete: policies look into it, and a slow client then keeps no
+# worker waiting. Of a longer one, this much is enough.
 GATHERED_BYTES = 64 * 1024
 MAX_ADMIN_BYTES = 64 * 1024
-# How long a client may keep a connection without asking anything, and how long it is given to close one after the last
-# answer.
+# How long a client may keep a connection without a request, and how long it has to close one after the last response.
 IDLE_TIMEOUT_S = 600.0
 LINGER_S = 2.0
 _CODES = {408: "client_timeout", 413: "too_long", 431: "too_long", 501: "not_supported", 505: "not_supported"}
 
 
 class ClientConnection(asyncio.Protocol):
-    __slots__ = (
-        "_admin",
-        "_body",
-        "_buffer",
-        "_desk",
-        "_exchange",
-        "_head",
-        "_lingering",
-        "_needed",
-        "_reading",
-        "_taking",
-        "_transport",
-        "can_write",
-        "touched",
-    )
-
-    def __init__(self, desk: Desk, admin: Admin | None) -> None:
-        self._desk = desk
+    def __init__(self, dispatcher: Dispatcher, admin: Admin | None) -> None:
+        self._dispatcher = dispatcher
         self._admin = admin
         self._transport: asyncio.Transport
-        self._exchange: Exchange | None = None
+        self._request: ProxiedRequest | None = None
         self._head: RequestHead | None = None
         self._body: Body | None = None  # of the request, while it is not complete
         self._buffer = b""
@@ -62,15 +43,15 @@ class ClientConnection(asyncio.Protocol):
         self._lingering = False
         self._taking = False
         self._reading = True
-        self.can_write = True
+        self.can_write = True  # False: the client does not take what is written to it
         self.touched = time.monotonic()
 
-    # From the event loop
+    # Called by the event loop
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # it is one, for TCP
         self._transport = transport
         transport.set_write_buffer_limits(MAX_UNSENT)
-        self._desk.clients.add(self)
+        self._dispatcher.clients.add(self)
 
     def data_received(self, data: bytes) -> None:
         if self._lingering:
@@ -80,40 +61,37 @@ class ClientConnection(asyncio.Protocol):
             data, self._buffer = self._buffer + data, b""
         self._take(data)
 
-    def eof_received(self) -> None:
-        """Whoever has hung up is not waiting for an answer: the connection is closed."""
+    # `eof_received` is asyncio's: a client that has hung up is not waiting for a response; the connection is closed.
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._desk.clients.discard(self)
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None:
-            exchange.abandon()
+        self._dispatcher.clients.discard(self)
+        request, self._request = self._request, None
+        if request is not None:
+            request.abandon()
 
     def pause_writing(self) -> None:
         self.can_write = False
-        if self._exchange is not None:
-            self._exchange.pause_answer(True)
+        if self._request is not None:
+            self._request.pause_response(True)
 
     def resume_writing(self) -> None:
         self.can_write = True
-        if self._exchange is not None:
-            self._exchange.pause_answer(False)
+        if self._request is not None:
+            self._request.pause_response(False)
         elif self._body is None and not self._lingering:
             self._next()
-
-    # What the bytes are
 
     def _take(self, data: bytes) -> None:
         self._taking = True
         while data and not self._lingering:
             if self._body is not None:
                 data = self._take_body(self._body, data)
-            elif self._exchange is None and self.can_write:
+            elif self._request is None and self.can_write:
                 if len(data) < self._needed:
                     self._buffer = data
                     break
                 data = self._take_head(data)
-            else:  # the next request has to wait, and so does who does not take its answers
+            else:  # the next request has to wait, as does a client that does not take its responses
                 self._buffer = data
                 if len(data) > MAX_HEAD_BYTES:
                     self.read_on(False)
@@ -121,25 +99,25 @@ class ClientConnection(asyncio.Protocol):
         self._taking = False
 
     def _take_head(self, data: bytes) -> bytes:
-        """Begin a request. What is left of the data is returned; what is too little for a head is kept."""
+        """Begin a request. Returns what is left of the data; keeps what is too little for a head."""
         if data.startswith(b"\r\n"):  # some clients end a body with one more
             data = data[2:]
         end = data.find(END)
         if (end if end >= 0 else len(data)) > MAX_HEAD_BYTES:
-            self._refuse_bytes(BadHead(431, f"the head is longer than {MAX_HEAD_BYTES} bytes"))
+            self._refuse_bytes(BadMessage(431, f"the head is longer than {MAX_HEAD_BYTES} bytes"))
             return b""
         if end < 0:
             if (not data[:1].isalpha() and data not in (b"", b"\r")) or data.count(b"\n") != data.count(b"\r\n"):
-                self._refuse_bytes(BadHead(400, "this is not HTTP/1.1 with lines that end with CR LF"))
+                self._refuse_bytes(BadMessage(400, "this is not HTTP/1.1 with lines that end with CR LF"))
             else:
                 self._buffer = data
             return b""
         try:
-            head = self._desk.read_request(data[: end + 4])
-        except BadHead as error:
+            head = self._dispatcher.parse_request(data[: end + 4])
+        except BadMessage as error:
             self._refuse_bytes(error)
             return b""
-        length = head.framing.length  # 0 when chunked: then it is a stream, and goes on as it comes
+        length = head.framing.length  # 0 when chunked: a stream is forwarded as it comes
         wanted = length if length <= GATHERED_BYTES else GATHERED_BYTES
         if head.expects_continue:
             wanted = 0
@@ -161,8 +139,8 @@ class ClientConnection(asyncio.Protocol):
             body = head.framing.body()
             try:
                 taken = body.take(data[size:])
-            except BadBody as error:
-                self._refuse_bytes(BadHead(400, str(error)))
+            except BadMessage as error:
+                self._refuse_bytes(error)
                 return b""
             request, rest = data[: size + taken], data[size + taken :]
             if body.done:
@@ -170,21 +148,21 @@ class ClientConnection(asyncio.Protocol):
         if len(head.raw) != size:
             request = head.raw + request[size:]
         self._body = body
-        exchange = self._exchange = Exchange(self._desk, self, head, request, body is None, self.touched)
-        self._desk.dispatch(exchange)
+        proxied = self._request = ProxiedRequest(self._dispatcher, self, head, request, body is None, self.touched)
+        self._dispatcher.dispatch(proxied)
         return rest
 
     def _take_body(self, body: Body, data: bytes) -> bytes:
         try:
             taken = body.take(data)
-        except BadBody as error:
-            self._refuse_bytes(BadHead(400, str(error)))
+        except BadMessage as error:
+            self._refuse_bytes(error)
             return b""
         done = body.done
         if done:
             self._body = None
-        if self._exchange is not None:  # or it has been answered already
-            self._exchange.feed(data[:taken], done)
+        if self._request is not None:  # or it has been answered already
+            self._request.feed(data[:taken], done)
         elif done:
             self._next()
         return data[taken:]
@@ -193,41 +171,42 @@ class ClientConnection(asyncio.Protocol):
         assert self._admin is not None
         length = head.framing.length
         if head.framing.kind == "chunked" or length > MAX_ADMIN_BYTES:
-            self._refuse_bytes(BadHead(413, "the control plane takes short bodies with a Content-Length"))
+            self._refuse_bytes(BadMessage(413, "the control plane takes short bodies with a Content-Length"))
             return b""
-        if len(data) < head.size + length:  # it was told to continue when asked
+        if len(data) < head.size + length:  # it expects to be told to continue
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._buffer, self._needed = data, head.size + length
             return b""
         peer = self._transport.get_extra_info("peername")
-        close = not head.keep_alive or self._desk.draining
-        self._write_own(head, self._admin.answer(head, data[head.size : head.size + length], peer, close=close))
+        close = not head.keep_alive or self._dispatcher.draining
+        self._write_own(head, self._admin.respond(head, data[head.size : head.size + length], peer, close=close))
         if close:
             self._hang_up()
         return data[head.size + length :]
 
-    def _refuse_bytes(self, error: BadHead) -> None:
-        """What came is no request: say so, and read nothing more."""
-        exchange, self._exchange = self._exchange, None
-        answered = self._body is not None and exchange is None
+    def _refuse_bytes(self, error: BadMessage) -> None:
+        """Answer that the bytes are no request, and read nothing more."""
+        request, self._request = self._request, None
+        answered = self._body is not None and request is None
         self._body = None
-        self._desk.stats.refused("bad_request")
-        if exchange is not None:
-            exchange.abandon()
-            if exchange.begun:
+        self._dispatcher.stats.refusals["bad_request"] += 1
+        if request is not None:
+            request.abandon()
+            if request.begun:
                 self.cut()
                 return
         if not answered:  # a worker may have answered before the whole request had come
             code = _CODES.get(error.status, "bad_request")
-            self.write(error_answer(error.status, code, f"{error.reason}.", close=True))
+            self.write(error_response(error.status, code, f"{error.reason}.", close=True))
         self._hang_up()
 
-    # From the exchange
+    # Called by the request
 
     def write(self, data: bytes) -> None:
         self._transport.write(data)
 
     def read_on(self, can_read: bool) -> None:
+        """Read more of the request, or wait."""
         if can_read != self._reading and not self._transport.is_closing():
             self._reading = can_read
             if can_read:
@@ -236,56 +215,59 @@ class ClientConnection(asyncio.Protocol):
                 self._transport.pause_reading()
 
     def finished(self, *, close: bool) -> None:
-        self._exchange = None
+        """The whole response was written."""
+        self._request = None
         if close:
             self._hang_up()
         elif self._body is None:
             self._next()
         elif not self._reading:
-            self.read_on(True)  # swallow the rest of a body that nobody waits for
+            self.read_on(True)  # discard the rest of a body that no worker wants
 
     def cut(self) -> None:
-        self._exchange = None
+        """Break the connection: the response cannot be finished, and must not look whole."""
+        self._request = None
         self._transport.abort()
 
     def refuse(self, status: int, code: str, reason: str) -> None:
+        """Answer with an error of the router's own."""
         assert self._head is not None
-        close = not self._head.keep_alive or self._desk.draining
-        text = error_answer(status, code, reason if reason.endswith(".") else f"{reason}.", close=close)
+        close = not self._head.keep_alive or self._dispatcher.draining
+        text = error_response(status, code, reason if reason.endswith(".") else f"{reason}.", close=close)
         self._write_own(self._head, text)
         self.finished(close=close)
 
-    # From the server
+    # Called by the server
 
     def tick(self, now: float) -> None:
         """Close it when the client has been silent for too long."""
-        silent_s, timeout_s = now - self.touched, self._desk.settings.client_timeout_s
+        silent_s, timeout_s = now - self.touched, self._dispatcher.settings.client_timeout_s
         if self._lingering:
             if silent_s > (timeout_s if self._transport.get_write_buffer_size() else LINGER_S):
                 self._transport.abort()
-        elif (self._body is not None and self._reading) or (self._buffer and self._exchange is None):
+        elif (self._body is not None and self._reading) or (self._buffer and self._request is None):
             if silent_s > timeout_s:
-                self._refuse_bytes(BadHead(408, f"nothing came for {timeout_s:g} s in the middle of a request"))
-        elif self._exchange is None and silent_s > IDLE_TIMEOUT_S:
+                self._refuse_bytes(BadMessage(408, f"nothing came for {timeout_s:g} s in the middle of a request"))
+        elif self._request is None and silent_s > IDLE_TIMEOUT_S:
             self._transport.close()
 
     def close_if_idle(self) -> None:
-        if self._exchange is None and not self._lingering and self._body is None and not self._buffer:
+        if self._request is None and not self._lingering and self._body is None and not self._buffer:
             self._transport.close()
 
     def close(self) -> None:
         self._transport.abort()
 
     def _write_own(self, head: RequestHead, text: bytes) -> None:
-        """An answer of the router's own, of which HEAD gets the head."""
+        """Write a response of the router's own, of which HEAD gets the head."""
         self.write(text[: text.index(END) + len(END)] if head.method == b"HEAD" else text)
 
     def _next(self) -> None:
-        """Go on with what came behind the last request."""
+        """Read what came behind the last request."""
         if not self._reading:
             self.read_on(True)
         if self._buffer and not self._taking:
-            # Not from here: a long row of requests that are refused at once would run as deep as the row is long.
+            # Not from here: many pipelined requests that are refused at once would recurse once for each.
             asyncio.get_running_loop().call_soon(self._go_on)
 
     def _go_on(self) -> None:
@@ -293,8 +275,8 @@ class ClientConnection(asyncio.Protocol):
             self.data_received(b"")
 
     def _hang_up(self) -> None:
-        """Send what is written, then close. Until the client has closed too, what it still sends is read and thrown
-        away: closing on unread bytes would reset the connection, and the answer with it."""
+        """Send what is written, then close. Until the client has closed too, what it still sends is read and discarded:
+        closing on unread bytes would reset the connection, and lose the response."""
         self._lingering = True
         self._buffer = b""
         self.touched = time.monotonic()

@@ -1,9 +1,9 @@
 """One connection to a worker, and the one request that is on it.
 
-    open ─▶ idle ─ begin ─▶ busy: request out, answer in ─▶ idle again, if both ended cleanly
-                                └─ anything else ─▶ closed, and whoever it worked for is told why
+    open ─▶ idle ─ begin ─▶ busy: request out, response in ─▶ idle again, if both ended cleanly
+                                └─ anything else ─▶ closed, and the handler is told why
 
-It works for a `Customer`: the exchange of a client, or a probe. It knows nothing of either.
+It works for a `ResponseHandler`: the proxied request of a client, or a probe. It knows nothing of either.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import asyncio
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
-from practicum.reward.router.bodies import EMPTY, BadBody, Body
-from practicum.reward.router.heads import END, MAX_HEAD_BYTES, BadHead, Remembered, ResponseHead
-from practicum.reward.router.upstream import Upstream
+from practicum.reward.router.http1 import EMPTY, END, MAX_HEAD_BYTES, BadMessage, Body, HeadCache, ResponseHead
+from practicum.reward.router.pool import Upstream
 
 # Bytes that may wait to be written before the other side is asked to pause.
 MAX_UNSENT = 256 * 1024
@@ -24,82 +23,64 @@ MAX_UNSENT = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a worker's answer did not come, or not to its end.
+    """Why a worker's response did not come, or not to its end.
 
-    refused: no connection; stale: a connection used before was closed before a byte was answered; broken: closed or
-    reset on the way; bad: not HTTP; timeout: silent for too long; full: it is at work, and takes no connection.
+    refused: no connection; stale: a connection used before was closed before a byte of the response; broken: closed or
+    reset on the way; bad: not HTTP; timeout: silent for too long; full: it is busy, and takes no connection.
     """
 
     kind: Literal["refused", "full", "stale", "broken", "bad", "timeout"]
     reason: str
 
 
-class Customer(Protocol):
-    """Whom a connection works for. The answer comes as `whole`, or as `begins`, `piece`s and `ends`, or it `failed`,
-    also in between. The connection is free again before `whole` and `ends` are called, and closed before `failed`."""
+class ResponseHandler:
+    """Base of what receives a response: `on_response`, or `on_head`, `on_body`s and `on_end`, or `on_failure`, also in
+    between. The connection is free again before `on_response` and `on_end`, and closed before `on_failure`."""
 
-    expects_no_body: bool  # of an answer: it was HEAD
+    __slots__ = ()
+    expects_no_body: bool  # the request was HEAD
 
-    def interim(self, connection: WorkerConnection, head: ResponseHead) -> None: ...
+    def on_interim(self, connection: WorkerConnection, head: ResponseHead) -> None: ...
 
-    def whole(self, connection: WorkerConnection, head: ResponseHead, data: bytes) -> None: ...
+    def on_response(self, connection: WorkerConnection, head: ResponseHead, data: bytes) -> None: ...
 
-    def begins(self, connection: WorkerConnection, head: ResponseHead) -> bool:
-        """False: the answer is not wanted, and the connection can be closed."""
-        ...
+    def on_head(self, connection: WorkerConnection, head: ResponseHead) -> bool:
+        """Return False when the response is not wanted, and the connection can be closed."""
+        return True
 
-    def piece(self, connection: WorkerConnection, data: bytes) -> None: ...
+    def on_body(self, connection: WorkerConnection, data: bytes) -> None: ...
 
-    def ends(self, connection: WorkerConnection) -> None: ...
+    def on_end(self, connection: WorkerConnection) -> None: ...
 
-    def failed(self, connection: WorkerConnection, failure: Failure) -> None: ...
+    def on_failure(self, connection: WorkerConnection, failure: Failure) -> None: ...
 
-    def writable(self, connection: WorkerConnection, can_write: bool) -> None: ...
+    def on_writable(self, connection: WorkerConnection, can_write: bool) -> None: ...
 
 
 class WorkerConnection(asyncio.Protocol):
-    __slots__ = (
-        "_body",
-        "_buffer",
-        "_head",
-        "_opening",
-        "_read_head",
-        "_unsent",
-        "_used",
-        "answering",
-        "can_write",
-        "customer",
-        "paused",
-        "request_sent",
-        "started",
-        "touched",
-        "transport",
-        "upstream",
-    )
-
-    def __init__(self, upstream: Upstream, read_head: Remembered[ResponseHead]) -> None:
+    def __init__(self, upstream: Upstream, parse_head: HeadCache[ResponseHead]) -> None:
         self.upstream = upstream
-        self.customer: Customer | None = None
+        self.handler: ResponseHandler | None = None
         self.transport: asyncio.Transport | None = None
         self.started = 0.0  # when the request came here
-        self.touched = 0.0  # when a byte was last sent or answered
-        self.answering = False
+        self.touched = 0.0  # when a byte was last sent or received
+        self.receiving = False
         self.request_sent = False
-        self.can_write = True  # or the worker does not take what is sent to it
-        self.paused = False  # the customer cannot take more of the answer for now
-        self._read_head = read_head
+        self.can_write = True  # False: the worker does not take what is sent to it
+        self.paused = False  # the handler cannot take more of the response for now
+        self._parse_head = parse_head
         self._head: ResponseHead | None = None
-        self._body: Body | None = None  # of the answer under way
+        self._body: Body | None = None  # of the response under way
         self._buffer = b""  # of a head that has not come in full
         self._used = False
         self._unsent: list[bytes] = []  # until the connection is open
         self._opening: asyncio.Task[None] | None = None
 
-    # What the customer does
+    # For the handler
 
-    def begin(self, customer: Customer, data: bytes, *, complete: bool, now: float) -> None:
+    def begin(self, handler: ResponseHandler, data: bytes, *, complete: bool, now: float) -> None:
         """Send a request, or the beginning of one."""
-        self.customer = customer
+        self.handler = handler
         self.started = self.touched = now
         self.request_sent = complete
         if self.transport is not None:
@@ -109,7 +90,7 @@ class WorkerConnection(asyncio.Protocol):
             self._opening = asyncio.get_running_loop().create_task(self._open())
 
     def send(self, data: bytes, *, complete: bool, now: float) -> None:
-        """More of the request."""
+        """Send more of the request."""
         self.touched = now
         self.request_sent = complete
         if self.transport is not None:
@@ -128,54 +109,54 @@ class WorkerConnection(asyncio.Protocol):
                 self.transport.resume_reading()
 
     def close(self) -> None:
-        """Without a word to the customer, who has asked for it."""
-        self.customer = None
+        """Close without calling the handler, which has asked for it."""
+        self.handler = None
         if self._opening is not None:
             self._opening.cancel()
         if self.transport is not None:
             self.transport.abort()
 
     def fail(self, failure: Failure) -> None:
-        customer = self.customer
+        handler = self.handler
         self.close()
-        if customer is not None:
-            customer.failed(self, failure)
+        if handler is not None:
+            handler.on_failure(self, failure)
 
-    # What the event loop does
+    # For the event loop
 
     async def _open(self) -> None:
         host, port = self.upstream.address
         try:
             await asyncio.get_running_loop().create_connection(lambda: self, host, port, ssl=self.upstream.tls)
-        except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
+        except (OSError, UnicodeError) as error:  # UnicodeError: not the name of a host
             self._opening = None
             self.fail(Failure("refused", f"no connection: {getattr(error, 'strerror', None) or error}"))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # it is one, for TCP
         self._opening = None
-        if self.customer is None:
+        if self.handler is None:
             transport.abort()
             return
         self.transport = transport
         transport.set_write_buffer_limits(MAX_UNSENT)
         transport.write(b"".join(self._unsent))
         self._unsent.clear()
-        self.customer.writable(self, self.can_write)
+        self.handler.on_writable(self, self.can_write)
 
     def data_received(self, data: bytes) -> None:
-        customer = self.customer
-        if customer is None:  # between requests, and nobody asked
+        handler = self.handler
+        if handler is None:  # between requests, when nothing was asked
             self.close()
-            self._leave_pool()
+            self._leave_idle()
             return
         self.touched = time.monotonic()
         if self._body is not None:
-            self._answer(data)
+            self._receive_body(data)
             return
-        self.answering = True
+        self.receiving = True
         if self._buffer:
             data, self._buffer = self._buffer + data, b""
-        while self.customer is customer:  # once, and once more for each interim answer
+        while self.handler is handler:  # once, and once more for each interim response
             end = data.find(END)
             if end < 0:
                 self._buffer = data
@@ -183,48 +164,46 @@ class WorkerConnection(asyncio.Protocol):
                     self.fail(Failure("bad", f"its head is longer than {MAX_HEAD_BYTES} bytes"))
                 return
             try:
-                head = self._read_head(data[: end + 4])
-            except BadHead as error:
+                head = self._parse_head(data[: end + 4])
+            except BadMessage as error:
                 self.fail(Failure("bad", error.reason))
                 return
-            if len(data) == head.whole_size and not customer.expects_no_body and self.request_sent:
+            if len(data) == head.whole_size and not handler.expects_no_body and self.request_sent:
                 self._finish(head)
-                customer.whole(self, head, data)
+                handler.on_response(self, head, data)
                 return
             data = data[end + 4 :]
-            if not head.interim:
-                self._begin_answer(customer, head, data)
+            if head.status >= 200:
+                self._begin_response(handler, head, data)
                 return
-            customer.interim(self, head)
+            handler.on_interim(self, head)
 
-    def _begin_answer(self, customer: Customer, head: ResponseHead, rest: bytes) -> None:
+    def _begin_response(self, handler: ResponseHandler, head: ResponseHead, rest: bytes) -> None:
         self._head = head
-        self._body = (EMPTY if customer.expects_no_body else head.framing).body()
-        if not customer.begins(self, head):
+        self._body = (EMPTY if handler.expects_no_body else head.framing).body()
+        if not handler.on_head(self, head):
             self.close()
-        elif self.customer is customer:
-            self._answer(rest)
+        elif self.handler is handler:
+            self._receive_body(rest)
 
-    def _answer(self, data: bytes) -> None:
-        """Part of the body has come, or its end."""
-        customer, body, head = self.customer, self._body, self._head
-        assert customer is not None and body is not None and head is not None
+    def _receive_body(self, data: bytes) -> None:
+        handler, body, head = self.handler, self._body, self._head
+        assert handler is not None and body is not None and head is not None
         try:
             taken = body.take(data) if data else 0
-        except BadBody as error:
-            self.fail(Failure("bad", str(error)))
+        except BadMessage as error:
+            self.fail(Failure("bad", error.reason))
             return
         if taken:
-            customer.piece(self, data if taken == len(data) else data[:taken])
-        if body.done and self.customer is customer:
-            clean = taken == len(data)  # or it has sent more than it said it would
-            self._finish(head, clean=clean)
-            customer.ends(self)
+            handler.on_body(self, data if taken == len(data) else data[:taken])
+        if body.done and self.handler is handler:
+            self._finish(head, clean=taken == len(data))  # not clean: it sent more than it had announced
+            handler.on_end(self)
 
     def _finish(self, head: ResponseHead, *, clean: bool = True) -> None:
-        """The answer is there to its end: free for the next request, or closed."""
-        self.customer = None
-        self.answering = False
+        """Make the connection free for the next request after a complete response, or close it."""
+        self.handler = None
+        self.receiving = False
         self._head = self._body = None
         self._used = True
         assert self.transport is not None
@@ -235,41 +214,35 @@ class WorkerConnection(asyncio.Protocol):
         else:
             self.transport.close()
 
-    def eof_received(self) -> None:
-        """The worker has nothing more to say; the connection is closed, and `connection_lost` comes next."""
-
     def connection_lost(self, error: Exception | None) -> None:
-        customer, body, head = self.customer, self._body, self._head
+        handler, head = self.handler, self._head
         self.transport = None
-        if customer is None:
-            self._leave_pool()
+        if handler is None:
+            self._leave_idle()
             return
-        if body is not None and head is not None and head.framing.kind == "until_close" and error is None:
-            self._finish_at_close(customer)
+        if head is not None and self._body is not None and head.framing.kind == "until_close" and error is None:
+            self.handler = None
+            handler.on_end(self)
             return
         detail = f" ({error})" if error else ""
-        if self._used and not self.answering:
+        if self._used and not self.receiving:
             self.fail(Failure("stale", f"an idle connection was closed{detail}"))
         else:
-            where = "within its answer" if self.answering else "before it answered"
+            where = "within its answer" if self.receiving else "before it answered"
             self.fail(Failure("broken", f"the connection was closed {where}{detail}"))
 
-    def _finish_at_close(self, customer: Customer) -> None:
-        self.customer = None
-        customer.ends(self)
-
-    def _leave_pool(self) -> None:
+    def _leave_idle(self) -> None:
         with suppress(ValueError):
             self.upstream.idle.remove(self)
 
     def pause_writing(self) -> None:
-        self.can_write = False
-        self.touched = time.monotonic()
-        if self.customer is not None:
-            self.customer.writable(self, False)
+        self._set_writable(False)
 
     def resume_writing(self) -> None:
-        self.can_write = True
+        self._set_writable(True)
+
+    def _set_writable(self, can_write: bool) -> None:
+        self.can_write = can_write
         self.touched = time.monotonic()
-        if self.customer is not None:
-            self.customer.writable(self, True)
+        if self.handler is not None:
+            self.handler.on_writable(self, can_write)

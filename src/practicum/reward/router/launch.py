@@ -1,36 +1,45 @@
-"""Where a router runs: in this process, in one of its own, or on a Ray cluster. It is the same router everywhere."""
+"""Where a router runs: in this process, in one of its own, or on a Ray cluster. It is the same router everywhere.
+
+`Router` starts it. A `RouterHandle` is what a program holds of a started one: its address, its control plane, and how
+to stop it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import http.client
 import json
 import signal
 import subprocess
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
 
 import uvloop
 
 from practicum.errors import RouterError
-from practicum.reward.router.handle import RouterHandle
 from practicum.reward.router.server import RouterServer
 from practicum.reward.router.settings import RouterSettings
 
 if TYPE_CHECKING:
     from practicum.controller import RayResourcePool
 
-# Beyond the time for draining, for a router to end.
+# How long a router may take to end, beyond the time for draining.
 STOP_S = 5.0
+# How long a call to the control plane may take.
+TIMEOUT_S = 10.0
 
 
 class Router:
-    """A router as described by `RouterSettings`; nothing runs before one of these is called:
+    """A router as described by `RouterSettings`. Nothing runs before one of these is called:
 
-    - `run()`: here, until the process is told to stop
+    - `run()`: here, until a signal stops the process
     - `start()`: in this process, on a thread of its own
     - `start_process()`: in a child process, which ends with this one at the latest
     - `start_actor()`: as an actor of a Ray cluster
@@ -43,7 +52,7 @@ class Router:
 
     def run(self, on_ready: Callable[[RouterServer], None] = lambda server: None) -> None:
         """Serve until SIGTERM or SIGINT, then drain. A second signal ends it at once."""
-        serve_until_told(self.settings, on_ready)
+        serve_until_stopped(self.settings, on_ready)
 
     def start(self) -> RouterHandle:
         return RouterThread(self.settings)
@@ -52,43 +61,107 @@ class Router:
         return RouterProcess(self.settings, timeout_s)
 
     def start_actor(self, pool: RayResourcePool | None = None) -> RouterHandle:
-        """On the first place of a pool, or on a node of Ray's choice. A loopback `host` becomes the node's address,
-        since callers come from other nodes."""
+        """Start it on the first place of a pool, or on a node of Ray's choice. A loopback `host` becomes the node's
+        address, since callers come from other nodes."""
         from practicum.reward.router.actor import RouterOnRay
 
         return RouterOnRay(self.settings, pool)
 
 
-def serve_until_told(
-    settings: RouterSettings, on_ready: Callable[[RouterServer], None], *, told_by_stdin: bool = False
-) -> None:
-    """Serve in this process until a signal comes or, if so asked, until standard input is closed."""
+class RouterControl:
+    """The control plane from Python, such as at http://127.0.0.1:9000/router. Failed calls raise `RouterError`."""
 
-    async def serve() -> None:
-        told = asyncio.Event()
-        server = RouterServer(settings)
-        await server.start()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, _stop_now_or_later, told)
-        if told_by_stdin:
-            loop.add_reader(sys.stdin.fileno(), told.set)
-        gc.collect()
-        gc.freeze()  # what there is now stays: no need to look through it again and again
-        on_ready(server)
-        await told.wait()
-        if told_by_stdin:
-            loop.remove_reader(sys.stdin.fileno())
-        await server.stop()
+    def __init__(self, admin_url: str, token: str | None = None) -> None:
+        self.admin_url = admin_url.rstrip("/")
+        self._token = token
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve())
+    def workers(self) -> list[dict[str, Any]]:
+        """Return the workers and their live figures."""
+        workers: list[dict[str, Any]] = self._call("GET", "/workers")
+        return workers
+
+    def add(self, url: str, version: int | None = None) -> None:
+        """Add a worker. It gets requests once it has answered a probe."""
+        self._call("POST", "/workers", url=url, **({} if version is None else {"version": version}))
+
+    def remove(self, url: str) -> None:
+        """Remove a worker. It finishes the requests that it has."""
+        self._call("DELETE", "/workers", url=url)
+
+    def drain(self, url: str) -> None:
+        """Send a worker no new requests until `resume`. It stays in the list."""
+        self._call("POST", "/drain", url=url)
+
+    def pause(self, url: str = "all") -> None:
+        """Send a worker no requests for a while: they wait if no other worker takes them."""
+        self._call("POST", "/pause", url=url)
+
+    def resume(self, url: str = "all") -> None:
+        self._call("POST", "/resume", url=url)
+
+    def set_version(self, url: str, version: int) -> None:
+        """Tell the router which version of the weights this worker has."""
+        self._call("POST", "/version", url=url, version=version)
+
+    def want_version(self, version: int | None) -> None:
+        """Send nothing to workers with older weights until they have this version. None: any will do."""
+        self._call("POST", "/version", version=version)
+
+    def metrics(self) -> str:
+        return self._request("GET", "/metrics", None).decode()
+
+    def _call(self, method: str, path: str, **fields: Any) -> Any:
+        data = self._request(method, path, json.dumps(fields).encode() if fields else None)
+        try:
+            return json.loads(data)
+        except ValueError:
+            raise RouterError(
+                f"{self.admin_url} is not a router's control plane: that is at /router of its address, unless it has a "
+                "port of its own."
+            ) from None
+
+    def _request(self, method: str, path: str, body: bytes | None) -> bytes:
+        parts = urlsplit(self.admin_url)
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
+        try:
+            headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
+            connection.request(method, f"{parts.path}{path}", body, headers)
+            response = connection.getresponse()
+            data = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise RouterError(f"the router at {self.admin_url} does not answer: {error}.") from None
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise RouterError(f"{method} {self.admin_url}{path}: {_message(data)}")
+        return data
 
 
-def _stop_now_or_later(told: asyncio.Event) -> None:
-    if told.is_set():
-        raise SystemExit(1)
-    told.set()
+def _message(data: bytes) -> str:
+    try:
+        return str(json.loads(data)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return data.decode(errors="replace")
+
+
+class RouterHandle(RouterControl, ABC):
+    """A router that was started from here. Leaving its `with` block stops it."""
+
+    def __init__(self, url: str, admin_url: str, token: str | None) -> None:
+        super().__init__(admin_url, token)
+        self.url = url
+        parts = urlsplit(url)
+        self.host, self.port = parts.hostname or "", parts.port or 0
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Finish what is under way, then end. Stopping twice does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
 
 
 class RouterThread(RouterHandle):
@@ -123,7 +196,7 @@ class RouterProcess(RouterHandle):
     def __init__(self, settings: RouterSettings, timeout_s: float) -> None:
         self._settings = settings
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "practicum.reward.router.child"],
+            [sys.executable, "-c", "from practicum.reward.router.launch import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # a Ctrl-C at the terminal is for the parent, which will close the input
@@ -133,12 +206,12 @@ class RouterProcess(RouterHandle):
         try:
             self._process.stdin.write(settings.model_dump_json().encode() + b"\n")
             self._process.stdin.flush()
-            told = self._first_words(timeout_s)
+            ready = self._wait_until_ready(timeout_s)
         except BaseException:
             self._process.kill()
             self._process.wait()
             raise
-        super().__init__(told["url"], told["admin_url"], settings.token)
+        super().__init__(ready["url"], ready["admin_url"], settings.token)
 
     def stop(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -150,7 +223,7 @@ class RouterProcess(RouterHandle):
             self._process.wait()
         self._process.stdout.close()
 
-    def _first_words(self, timeout_s: float) -> dict[str, str]:
+    def _wait_until_ready(self, timeout_s: float) -> dict[str, str]:
         assert self._process.stdout is not None
         if not wait([self._process.stdout.fileno()], timeout_s):  # select refuses descriptors from 1024 on
             raise RouterError(f"the router's process (pid {self.pid}) was not ready within {timeout_s:g} s.")
@@ -158,7 +231,54 @@ class RouterProcess(RouterHandle):
         if not line:
             code = self._process.wait(STOP_S)
             raise RouterError(f"the router's process (pid {self.pid}) ended with exit code {code} before it was ready.")
-        told: dict[str, str] = json.loads(line)
-        if "error" in told:
-            raise RouterError(told["error"])
-        return told
+        ready: dict[str, str] = json.loads(line)
+        if "error" in ready:
+            raise RouterError(ready["error"])
+        return ready
+
+
+def serve_until_stopped(
+    settings: RouterSettings, on_ready: Callable[[RouterServer], None], *, ends_with_stdin: bool = False
+) -> None:
+    """Serve in this process until a signal comes or, if so asked, until standard input is closed."""
+
+    async def serve() -> None:
+        stopping = asyncio.Event()
+        server = RouterServer(settings)
+        await server.start()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, _stop_now_or_later, stopping)
+        if ends_with_stdin:
+            loop.add_reader(sys.stdin.fileno(), stopping.set)
+        gc.collect()
+        gc.freeze()  # what there is now stays: no need to look through it again and again
+        on_ready(server)
+        await stopping.wait()
+        if ends_with_stdin:
+            loop.remove_reader(sys.stdin.fileno())
+        await server.stop()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve())
+
+
+def _stop_now_or_later(stopping: asyncio.Event) -> None:
+    if stopping.is_set():
+        raise SystemExit(1)
+    stopping.set()
+
+
+def main() -> None:
+    """Run the child of `Router.start_process`: settings come in as one line, the address goes out as one line."""
+    settings = RouterSettings.model_validate_json(sys.stdin.buffer.readline())
+
+    def report(**fields: str) -> None:
+        print(json.dumps(fields), flush=True)
+
+    try:
+        serve_until_stopped(
+            settings, lambda server: report(url=server.url, admin_url=server.admin_url), ends_with_stdin=True
+        )
+    except RouterError as error:
+        report(error=str(error))

@@ -1,4 +1,4 @@
-"""The running router: listens, ticks, and stops by finishing what it has begun."""
+"""The running router: listens, ticks, and stops by finishing the requests it has."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import time
 from practicum.errors import RouterError
 from practicum.reward.router.admin import Admin
 from practicum.reward.router.client import ClientConnection
-from practicum.reward.router.desk import TICK_S, Desk
+from practicum.reward.router.dispatcher import TICK_S, Dispatcher
+from practicum.reward.router.pool import NOT_PROBED
 from practicum.reward.router.settings import RouterSettings
-from practicum.reward.router.upstream import NOT_PROBED
 
 # Connections that may wait to be accepted. An event loop's default of 100 makes bursts wait for a second.
 BACKLOG = 4096
@@ -26,7 +26,7 @@ class RouterServer:
         self._settings = settings
         self._servers: list[asyncio.Server] = []
         self._timer: asyncio.TimerHandle | None = None
-        self.desk = Desk(settings)
+        self.dispatcher = Dispatcher(settings)
         self.port = 0
         self.admin_port: int | None = None
 
@@ -36,16 +36,18 @@ class RouterServer:
 
     @property
     def admin_url(self) -> str:
-        """Where the control plane's calls begin."""
+        """The URL that the control plane's calls begin with."""
         return f"{self.url}/router" if self.admin_port is None else _url(self._settings.host, self.admin_port)
 
     async def start(self) -> None:
         settings = self._settings
-        shared = Admin(self.desk, settings.token) if settings.admin_port is None else None
+        shared = Admin(self.dispatcher, settings.token) if settings.admin_port is None else None
         self.port = await self._listen(settings.port, shared)
         if settings.admin_port is not None:
             try:
-                self.admin_port = await self._listen(settings.admin_port, Admin(self.desk, settings.token, prefix=""))
+                self.admin_port = await self._listen(
+                    settings.admin_port, Admin(self.dispatcher, settings.token, prefix="")
+                )
             except RouterError:
                 await self._stop_listening()
                 raise
@@ -53,30 +55,26 @@ class RouterServer:
         await self._first_probes()
 
     async def stop(self) -> None:
-        """Take no new connections, finish what is under way, and close. Waits `drain_timeout_s` at most."""
-        self.desk.draining = True
+        """Take no new connections, finish the requests under way, and close. Waits `drain_timeout_s` at most."""
+        self.dispatcher.draining = True
         await self._stop_listening()
         deadline = time.monotonic() + self._settings.drain_timeout_s
-        while self.desk.num_under_way and time.monotonic() < deadline:
-            for client in list(self.desk.clients):
+        while time.monotonic() < deadline and (self.dispatcher.num_unfinished or self.dispatcher.clients):
+            for client in list(self.dispatcher.clients):
                 client.close_if_idle()
-            await asyncio.sleep(TICK_S)
-        while self.desk.clients and time.monotonic() < deadline:  # last answers are still being sent
-            for client in list(self.desk.clients):
-                client.close_if_idle()
-            await asyncio.sleep(TICK_S / 5)
-        for client in list(self.desk.clients):
+            await asyncio.sleep(TICK_S if self.dispatcher.num_unfinished else TICK_S / 5)  # to send the last responses
+        for client in list(self.dispatcher.clients):
             client.close()
         if self._timer is not None:
             self._timer.cancel()
-        self.desk.health.stop()
-        self.desk.fleet.close_connections()
+        self.dispatcher.health.stop()
+        self.dispatcher.pool.close_connections()
         await asyncio.sleep(0)  # let the transports go
 
     async def _first_probes(self) -> None:
-        """Whoever asks as soon as the router is ready finds the workers that are there."""
+        """Wait until all workers are probed, so that the first requests find those that are there."""
         deadline = time.monotonic() + self._settings.probe_timeout_s
-        while any(upstream.reason == NOT_PROBED for upstream in self.desk.fleet) and time.monotonic() < deadline:
+        while any(upstream.reason == NOT_PROBED for upstream in self.dispatcher.pool) and time.monotonic() < deadline:
             await asyncio.sleep(0.002)
 
     async def _listen(self, port: int, admin: Admin | None) -> int:
@@ -94,7 +92,9 @@ class RouterServer:
             )
             raise RouterError(f"cannot listen at {host} port {port}: {reason}{mine}. {advice}.") from None
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: ClientConnection(self.desk, admin), sock=listener, backlog=BACKLOG)
+        server = await loop.create_server(
+            lambda: ClientConnection(self.dispatcher, admin), sock=listener, backlog=BACKLOG
+        )
         self._servers.append(server)
         return int(listener.getsockname()[1])
 
@@ -106,7 +106,7 @@ class RouterServer:
     def _tick(self) -> None:
         # The next one is set first: should this one raise, the loop logs it and the clock goes on.
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
-        self.desk.tick()
+        self.dispatcher.tick()
 
 
 def _url(host: str, port: int) -> str:

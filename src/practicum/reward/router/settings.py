@@ -1,4 +1,4 @@
-"""What a router can be told. Frozen, checked when it is made, unknown names refused."""
+"""The settings of a router: frozen, checked when they are made, unknown names refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RouterSettings(BaseModel):
     workers: tuple[str, ...] = ()
     """Addresses of the workers, such as http://gpu-1:8000. More can be added while it runs."""
     policy: str = "expected_finish"
-    """Who gets a request: expected_finish, least_requests, round_robin, power_of_two, session or prefix."""
+    """Which worker gets a request: expected_finish, least_requests, round_robin, power_of_two, session or prefix."""
     host: str = "127.0.0.1"
     """The address to listen at; 0.0.0.0 for all of this machine's."""
     port: int = Field(0, ge=0, le=65535)
@@ -105,7 +105,7 @@ class RouterSettings(BaseModel):
 
     @classmethod
     def make(cls, **values: Any) -> RouterSettings:
-        """Settings from keyword arguments. A `RouterError` names the one that cannot be used."""
+        """Make settings from keyword arguments. A `RouterError` names the one that cannot be used."""
         try:
             return cls(**values)
         except ValidationError as error:
@@ -121,7 +121,7 @@ class RouterSettings(BaseModel):
 
 
 def worker_address(url: str) -> tuple[str, str, int]:
-    """Scheme, host and port of a worker. A `ValueError` when the URL is not one of a worker."""
+    """Return scheme, host and port of a worker. Raises `ValueError` when the URL is not one of a worker."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -142,7 +142,7 @@ def worker_address(url: str) -> tuple[str, str, int]:
 
 
 def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
-    """Settings from NAME=VALUE. Values of texts are taken as they are, others are read as YAML, as in the config."""
+    """Read settings from NAME=VALUE. Text settings take the value as it is, others read it as YAML like the config."""
     values: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")

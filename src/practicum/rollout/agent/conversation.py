@@ -1,101 +1,268 @@
-"""One conversation: the model's turns and what is said to them, until it asks for nothing more or a limit is reached.
+"""Conversations of several turns over any engine, many at once, each a coroutine on the worker's event loop.
 
     prompt ─▶ turn of the model ─▶ reply of tools or environment ─▶ turn of the model ─▶ ... ─▶ one Sample
                  engine               processes that can be killed      seed of its own
 
-It ends with `stop` when there is no reply, with `length` when a turn was cut off, when the next one would be one too
-many or when there is no room left for it, and with `abort` when it was broken off.
+A conversation ends with `stop` when there is no reply, with `length` when a turn was cut off, when the next one would
+be one too many or when there is no room left for it, and with `abort` when it was aborted.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, nullcontext
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from practicum.errors import RolloutError
+from practicum.config import AgentConfig
+from practicum.errors import ConversationError, RolloutError
 from practicum.models import encode_prompts
-from practicum.rollout.agent.async_engine import Writing
-from practicum.rollout.agent.partners import Talk
-from practicum.rollout.agent.transcript import Transcript
-from practicum.rollout.agent.turns import ChatMessage, TurnTemplate
-from practicum.rollout.answers import Ending
-from practicum.types import FinishReason, Message, Prompt, RolloutRequest, Sample
+from practicum.processes import JobFailed
+from practicum.replay import decoded
+from practicum.rollout.agent.environment import Environments
+from practicum.rollout.agent.interaction import ChatMessage, UserCode
+from practicum.rollout.agent.template import TurnTemplate
+from practicum.rollout.agent.tools import Tools
+from practicum.rollout.base import BaseRollout
+from practicum.rollout.engine.sequence import Ending
+from practicum.rollout.engine.sequence import Sequence as EngineSequence
+from practicum.rollout.tokenizer import check_tokenizer
+from practicum.types import FinishReason, Message, Prompt, PromptGroup, RoutedExperts, Sample, Trajectory
 
+log = logging.getLogger("practicum.rollout")
 
-@dataclass(frozen=True, slots=True)
-class TurnLimits:
-    max_turns: int
-    max_turn_tokens: int | None = None
-
-    def of_turn(self, room: int) -> int:
-        """Tokens that a turn may have where the conversation has room for so many."""
-        return room if self.max_turn_tokens is None else min(room, self.max_turn_tokens)
+OnTokens = Callable[[Trajectory, list[int], list[float]], None]
 
 
 class EngineFailed(Exception):
     """A turn could not be written, for the reason that is its cause."""
 
 
-class Conversation:
-    """One answer to a request. `begin` gives a turn to the engine; `first`, where given, is the first one under way.
+class Conversations:
+    """Fills in prompt groups as `BaseRollout.generate` does, with a whole conversation in each sample.
 
-    `on_said` is told of tokens that the model did not write.
+    `start` it in the event loop that uses it. `is_partial`: conversations may go on under new weights; otherwise all
+    turns of one are written with the same.
     """
+
+    def __init__(self, engine: BaseRollout, tokenizer: Any, agent: AgentConfig, *, is_partial: bool = False) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.max_turns = agent.max_turns
+        self.template = TurnTemplate(tokenizer)
+        self.user_code: UserCode = (
+            Tools(agent.tools, agent.tool_timeout_s, agent.call_format)
+            if agent.environment is None
+            else Environments(agent.environment, agent.tool_timeout_s)
+        )
+        self._max_turn_tokens = agent.max_turn_tokens
+        self._is_partial = is_partial
+        self._running: set[_Conversation] = set()
+        self._is_closed = False
+
+    async def start(self) -> None:
+        """Raise `RolloutError` where tools, environment or chat template cannot be used."""
+        await self.user_code.start()
+        try:
+            self._check_template()
+        except BaseException:
+            await self.close()
+            raise
+        self.template = TurnTemplate(self.tokenizer, self.user_code.schemas)
+
+    @property
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """The schemas of the tools, as a chat template takes them."""
+        return self.user_code.schemas
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def check(self, group: PromptGroup) -> None:
+        """Raise `RolloutError` where the group cannot be written."""
+        if self._is_closed:
+            raise RolloutError("the engine has been closed")
+        if self.user_code.speaks_first and any(one.samples and not one.is_finished for one in group.trajectories):
+            raise RolloutError(
+                f"prompt {group.prompt.id}: a conversation with an environment cannot be gone on with, since what the "
+                "environment knew is gone. Ask for it anew."
+            )
+        self.engine.check(group)
+
+    async def generate(
+        self, groups: Sequence[PromptGroup], on_tokens: OnTokens | None = None
+    ) -> AsyncIterator[list[PromptGroup]]:
+        """Yield the groups in lists as their conversations end; leaving early aborts the rest.
+
+        `on_tokens` gets every token as it comes, with NaN as the log-prob of tokens that the model did not write.
+        """
+        for group in groups:
+            self.check(group)
+        ended: asyncio.Queue[PromptGroup | None] = asyncio.Queue()
+        writing = asyncio.create_task(self._write(groups, ended, on_tokens))
+        writing.add_done_callback(lambda _: ended.put_nowait(None))
+        try:
+            is_last = False
+            while not is_last:
+                found = [await ended.get()]
+                while not ended.empty():
+                    found.append(ended.get_nowait())
+                is_last = None in found
+                if ready := [group for group in found if group is not None]:
+                    yield ready
+            writing.result()
+        finally:
+            writing.cancel()
+            await asyncio.wait([writing])
+
+    def abort(self) -> None:
+        """End all conversations soon, with what there is of them and finish reason `abort`."""
+        for conversation in tuple(self._running):
+            conversation.cancel()
+
+    async def close(self) -> None:
+        """Abort everything and end the processes of tools or environments."""
+        self._is_closed = True
+        self.abort()
+        await self.user_code.close()
+
+    async def _write(
+        self, groups: Sequence[PromptGroup], ended: asyncio.Queue[PromptGroup | None], on_tokens: OnTokens | None
+    ) -> None:
+        """Hold all conversations and put each group in the queue when its last one ends. Raise the first failure."""
+        async with nullcontext() if self._is_partial else self.engine.writing():
+            conversations: list[_Conversation] = []
+            num_left: list[int] = []  # of each group
+            for group in groups:
+                missing = [trajectory for trajectory in group.trajectories if not trajectory.is_finished]
+                conversations += [_Conversation(self, group, one, on_tokens, len(num_left)) for one in missing]
+                num_left.append(len(missing))
+                if not missing:
+                    ended.put_nowait(group)
+
+            async def run(conversation: _Conversation) -> None:
+                await self._run(conversation)
+                num_left[conversation.index] -= 1
+                if not num_left[conversation.index]:
+                    ended.put_nowait(conversation.group)
+
+            self._running.update(conversations)
+            tasks = [asyncio.create_task(run(conversation)) for conversation in conversations]
+            # The first turns in one batch: what an engine reads together is then no matter of chance.
+            first = {turn: one.first for one in conversations if (turn := one.begin()) is not None}
+            tasks.append(asyncio.create_task(self._write_first(first)))
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+                for task in done:
+                    task.result()
+            finally:
+                self._running.difference_update(conversations)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+
+    async def _write_first(self, turns: dict[EngineSequence, asyncio.Future[Sample]]) -> None:
+        async with aclosing(self.engine.written(list(turns))) as written:
+            async for some in written:
+                for turn, sample in some:
+                    turns[turn].set_result(sample)
+
+    async def _run(self, conversation: _Conversation) -> None:
+        prompt_id = conversation.group.prompt.id
+        try:
+            conversation.end(await conversation.run())
+        except EngineFailed as failure:
+            assert isinstance(failure.__cause__, Exception)
+            raise failure.__cause__ from None
+        except RolloutError as error:
+            is_ours = isinstance(error.__cause__, JobFailed) and error.__cause__.kind == "lost"
+            raise error if is_ours else ConversationError(str(error)) from error
+        except Exception as error:  # ours, or of a chat template
+            log.exception("a conversation failed")
+            what = f"prompt {prompt_id}: its conversation failed: {type(error).__name__}: {error}"
+            raise ConversationError(what) from error
+        finally:
+            self._running.discard(conversation)
+
+    def turn_tokens(self, room: int) -> int:
+        """Return how many tokens a turn may have where the conversation has room for so many."""
+        return room if self._max_turn_tokens is None else min(room, self._max_turn_tokens)
+
+    def _check_template(self) -> None:
+        """Refuse a chat template that cannot hold the turns. Prompts of plain text need none."""
+        if self.tokenizer.chat_template is None:
+            return
+        report = check_tokenizer(self.tokenizer)
+        needed = ("turns join", "tool messages") if self.user_code.role == "tool" else ("turns join",)
+        if not all(report.holds(name) for name in needed):
+            raise RolloutError(f"rollout.agent: the model's chat template cannot hold several turns:\n{report}")
+
+
+class _Conversation:
+    """One conversation, which becomes the sample of one trajectory."""
 
     def __init__(
         self,
-        request: RolloutRequest,
-        *,
-        talk: Talk,
-        template: TurnTemplate,
-        tokenizer: Any,
-        eos_ids: Sequence[int],
-        limits: TurnLimits,
-        begin: Callable[[RolloutRequest], Writing],
-        first: tuple[Writing, Awaitable[Sample]] | None = None,
-        on_said: Callable[[list[int]], None] = lambda ids: None,
+        conversations: Conversations,
+        group: PromptGroup,
+        trajectory: Trajectory,
+        on_tokens: OnTokens | None,
+        index: int,
     ) -> None:
-        assert request.params.num_answers == 1
-        self._request = request
-        self._talk = talk
-        self._template = template
-        self._tokenizer = tokenizer
-        self._eos_ids = eos_ids
-        self._limits = limits
-        self._begin = begin
-        self._first = first
-        self._on_said = on_said
-        self._transcript = Transcript(request.prompt, request.prompt_ids)
-        self._writing: Writing | None = None if first is None else first[0]
-        self._replying: asyncio.Future[Any] | None = None
+        self.group = group
+        self.index = index  # of the group in the call
+        self.trajectory = trajectory
+        self._of = conversations
+        self._engine = conversations.engine
+        self._tokenizer = conversations.tokenizer
+        self._interaction = conversations.user_code.interaction()
+        self._on_tokens = on_tokens
+        # All turns of all answers to a prompt begin with the same tokens: one engine has them at hand.
+        self._session = group.session or f"{group.prompt.id}#{group.seed:x}"
+        self._transcript = Transcript(group.prompt, group.prompt_ids)
+        self._params = replace(group.params, num_answers=1)
+        self.first: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()  # turn of the model
+        self._turn: EngineSequence | None = None  # with the engine
+        self._reply: asyncio.Future[Any] | None = None
         self._is_cancelled = False
 
-    def cancel(self) -> None:
-        """`run` returns soon, with what there is."""
-        self._is_cancelled = True
-        if self._writing is not None:
-            self._writing.break_off()
-        if self._replying is not None:
-            self._replying.cancel()
+    def end(self, sample: Sample) -> None:
+        counts = self.trajectory.counts
+        counts["turns"] = self._transcript.num_turns
+        for status, num in self._interaction.counts.items():
+            counts[f"calls_{status}"] = counts.get(f"calls_{status}", 0) + num
+        self.trajectory.add(sample)
 
-    @property
-    def num_turns(self) -> int:
-        return self._transcript.num_turns
+    def begin(self) -> EngineSequence | None:
+        """Return the first turn, for the caller to have written; None where something else comes before it."""
+        if not self._of.user_code.speaks_first and not self.trajectory.samples:
+            self._turn = self._next_turn(None)
+        return self._turn
+
+    def cancel(self) -> None:
+        """Have `run` return soon, with what there is."""
+        self._is_cancelled = True
+        if self._turn is not None:
+            self._engine.abort([self._turn])
+        if self._reply is not None:
+            self._reply.cancel()
 
     async def run(self) -> Sample:
-        turn = await self._opened()
+        turn = await self._open()
         while turn is not None:
             self._transcript.add_turn(turn)
             if turn.finish_reason != "stop":
                 return self._ended(turn, turn.finish_reason)
-            is_last = self.num_turns == self._limits.max_turns
+            is_last = self._transcript.num_turns == self._of.max_turns
             marked = self._tokenizer.decode(turn.token_ids, skip_special_tokens=False)
-            said = await self._unless_cancelled(self._talk.reply(turn.text, marked, is_last=is_last))
+            said = await self._unless_cancelled(self._interaction.reply(turn.text, marked, is_last=is_last))
             if self._is_cancelled:
                 return self._ended(turn, "abort")
             if said is None:
@@ -104,96 +271,189 @@ class Conversation:
             if is_last or len(between) >= self._room:
                 return self._ended(turn, "length")
             self._transcript.add_said(between)
-            self._on_said(between.tolist())
-            turn = await self._written(None)
+            self._listen(between.tolist(), [float("nan")] * len(between))
+            turn = await self._write(None)
         return self._ended(None, "abort")
 
-    async def _opened(self) -> Sample | None:
-        """The first turn, or the one that was broken off; None if it is cancelled before anything is written."""
-        written = self._request.written
-        if written is not None:
-            self._transcript, turn = Transcript.of(written)
+    async def _open(self) -> Sample | None:
+        """Return the first turn, or the one that was aborted; None where it is cancelled before anything is written."""
+        if self._turn is not None:
+            try:
+                return await self.first
+            finally:
+                self._turn = None
+        if self.trajectory.samples:
+            self._transcript, turn = Transcript.of(self.trajectory.last)
             if turn is not None and self._is_whole(turn):
-                return replace(turn, finish_reason="stop", text=self._text(turn))
-            return await self._written(turn)
-        if self._first is None:
-            told = await self._unless_cancelled(self._talk.begin(self._request.prompt))
-            if told is not None:
-                ids = _with_more(self._tokenizer, self._request.prompt, told)
-                self._transcript = Transcript(self._request.prompt, ids)
-                if self._room < 1:
-                    raise RolloutError(
-                        f"prompt {self._request.prompt.id}: what the environment says first is {len(ids)} tokens long "
-                        "with the prompt and leaves no room for an answer: raise rollout.max_new_tokens."
-                    )
-        return await self._written(None)
+                text: str = self._tokenizer.decode(turn.token_ids, skip_special_tokens=True)
+                return replace(turn, finish_reason="stop", text=text)
+            return await self._write(turn)
+        prompt = self.group.prompt
+        said = await self._unless_cancelled(self._interaction.begin(prompt))
+        if said is not None:
+            ids = _with_more(self._tokenizer, prompt, said)
+            self._transcript = Transcript(prompt, ids)
+            if self._room < 1:
+                raise RolloutError(
+                    f"prompt {prompt.id}: what the environment says first is {len(ids)} tokens long with the prompt "
+                    "and leaves no room for an answer: raise rollout.max_new_tokens."
+                )
+        return await self._write(None)
 
-    async def _written(self, begun: Sample | None) -> Sample | None:
-        """The next turn, going on with what there is of it."""
+    async def _write(self, begun: Sample | None) -> Sample | None:
+        """Have the engine write the next turn, going on with what there is of it."""
         if self._is_cancelled:
             return begun
-        first, self._first = self._first, None
-        if first is None:
-            self._writing = self._begin(self._turn_request(begun))
-            first = self._writing, self._writing.answers[0]
+        self._turn = self._next_turn(begun)
         try:
-            return await first[1]
+            (sample,) = await self._engine.write([self._turn])
+            return sample
         except Exception as error:
             raise EngineFailed from error
         finally:
-            self._writing = None
+            self._turn = None
 
-    def _turn_request(self, begun: Sample | None) -> RolloutRequest:
-        request, number = self._request, self.num_turns
-        seed, answer = request.seed, request.first_answer
-        if number:  # the first turn has the seed of an answer without turns
-            seed = int(np.random.SeedSequence([seed, answer, number]).generate_state(1, np.uint64)[0])
-            answer = 0
-        params = replace(request.params, max_new_tokens=self._limits.of_turn(self._room))
-        ids = self._transcript.all_ids
-        return replace(request, prompt_ids=ids, params=params, seed=seed, first_answer=answer, written=begun)
+    def _next_turn(self, begun: Sample | None) -> EngineSequence:
+        seed, number, num_turns = self.group.seed, self.trajectory.number, self._transcript.num_turns
+        if num_turns:  # the first turn has the seed of an answer without turns
+            seed = int(np.random.SeedSequence([seed, number, num_turns]).generate_state(1, np.uint64)[0])
+            number = 0
+        return EngineSequence(
+            self.group.prompt,
+            self._transcript.all_ids,
+            replace(self._params, max_new_tokens=self._of.turn_tokens(self._room)),
+            seed,
+            number,
+            written=begun,
+            session=self._session,
+            on_tokens=None if self._on_tokens is None else self._listen,
+        )
 
     @property
     def _room(self) -> int:
-        """Tokens that are left. What an environment says first is part of the prompt, and counts too."""
-        said_first = len(self._transcript.prompt_ids) - len(self._request.prompt_ids)
-        return self._request.params.max_new_tokens - said_first - self._transcript.num_tokens
+        """The tokens that are left. What an environment says first is part of the prompt, and counts too."""
+        said_first = len(self._transcript.prompt_ids) - len(self.group.prompt_ids)
+        return self._params.max_new_tokens - said_first - self._transcript.num_tokens
+
+    def _listen(self, token_ids: list[int], log_probs: list[float]) -> None:
+        if self._on_tokens is not None:
+            self._on_tokens(self.trajectory, token_ids, log_probs)
 
     def _between(self, turn: Sample, said: Sequence[ChatMessage]) -> NDArray[np.int32]:
-        if self._request.prompt.messages is None:
-            return self._template.in_text(said)
-        return self._template.between(turn.token_ids, said)
+        template = self._of.template
+        return template.in_text(said) if self.group.prompt.messages is None else template.between(turn.token_ids, said)
 
     def _ended(self, turn: Sample | None, reason: FinishReason) -> Sample:
-        """The text is that of the model's last turn: its answer, without what tools have said."""
-        outcome = self._talk.outcome
+        """Make the sample. Its text is that of the model's last turn: its answer, without what tools have said."""
+        outcome = self._interaction.outcome
         metadata = None if outcome is None else {"environment": outcome}
         return self._transcript.sample("" if turn is None else turn.text, reason, metadata)
 
     async def _unless_cancelled(self, coroutine: Awaitable[Any]) -> Any:
-        self._replying = asyncio.ensure_future(coroutine)
+        self._reply = asyncio.ensure_future(coroutine)
         if self._is_cancelled:
-            self._replying.cancel()
+            self._reply.cancel()
         try:
-            return await self._replying
+            return await self._reply
         except asyncio.CancelledError:
             if not self._is_cancelled:
                 raise
         finally:
-            self._replying = None
+            self._reply = None
 
     def _is_whole(self, turn: Sample) -> bool:
-        """Whether it had been finished, and only the reply was missing."""
-        ending = Ending(self._request.params, self._eos_ids, self._tokenizer)
+        """Whether an aborted turn had been finished, and only the reply was missing."""
+        ending = Ending(self._params, self._engine.eos_ids, self._tokenizer)
         return ending.of(int(turn.token_ids[-1]), len(turn.token_ids), turn.token_ids.tolist()) == "stop"
 
-    def _text(self, turn: Sample) -> str:
-        text: str = self._tokenizer.decode(turn.token_ids, skip_special_tokens=True)
-        return text
+
+class Transcript:
+    """A conversation as one sample: turns of the model and what was said in between, token by token, only appended."""
+
+    def __init__(self, prompt: Prompt, prompt_ids: NDArray[np.int32]) -> None:
+        self.prompt = prompt
+        self.prompt_ids = prompt_ids
+        self.num_turns = 0
+        self.num_tokens = 0
+        """The number of tokens after the prompt."""
+        self._ids: list[NDArray[np.int32]] = []
+        self._log_probs: list[NDArray[np.float32]] = []
+        self._mask: list[NDArray[np.bool_]] = []
+        self._versions: list[NDArray[np.int32]] = []
+        self._routes: RoutedExperts | None = None
+
+    @property
+    def all_ids(self) -> NDArray[np.int32]:
+        """The tokens that the engine is given for the next turn."""
+        return np.concatenate([self.prompt_ids, *self._ids]) if self._ids else self.prompt_ids  # shared by its answers
+
+    def add_turn(self, turn: Sample) -> None:
+        """Append what the model wrote, as it wrote it."""
+        assert len(turn.prompt_ids) == len(self.prompt_ids) + self.num_tokens, "a turn that follows something else"
+        self._add(turn.token_ids, turn.log_probs, turn.loss_mask, turn.versions)
+        self.num_turns += 1
+        if turn.routes is not None:
+            routes = decoded([turn.routes])[0]
+            self._routes = routes if self._routes is None else self._routes.grown(routes)
+
+    def add_said(self, token_ids: NDArray[np.int32]) -> None:
+        """Append what others said, and the marks around it: the model does not learn to say it."""
+        num = len(token_ids)
+        self._add(token_ids, np.full(num, np.nan, np.float32), np.zeros(num, np.bool_), np.full(num, -1, np.int32))
+
+    def sample(self, text: str, reason: FinishReason, metadata: dict[str, Any] | None = None) -> Sample:
+        """Return all of it; `metadata` is added to that of the prompt."""
+        prompt = replace(self.prompt, metadata={**self.prompt.metadata, **metadata}) if metadata else self.prompt
+        return Sample(
+            prompt=prompt,
+            prompt_ids=self.prompt_ids,
+            token_ids=np.concatenate([np.empty(0, np.int32), *self._ids]),
+            log_probs=np.concatenate([np.empty(0, np.float32), *self._log_probs]),
+            loss_mask=np.concatenate([np.empty(0, np.bool_), *self._mask]),
+            versions=np.concatenate([np.empty(0, np.int32), *self._versions]),
+            text=text,
+            finish_reason=reason,
+            routes=None if self._routes is None else self._routes.padded(len(self.prompt_ids) + self.num_tokens),
+        )
+
+    def _add(self, *arrays: NDArray[Any]) -> None:
+        for kept, array in zip((self._ids, self._log_probs, self._mask, self._versions), arrays, strict=True):
+            kept.append(array)  # type: ignore[attr-defined]
+        self.num_tokens += len(arrays[0])
+
+    @classmethod
+    def of(cls, sample: Sample) -> tuple[Transcript, Sample | None]:
+        """Take an aborted conversation apart: all but the turn of the model it ends with, and that turn."""
+        transcript = cls(sample.prompt, sample.prompt_ids)
+        edges = np.flatnonzero(np.diff(sample.loss_mask)) + 1
+        bounds = [0, *edges.tolist(), len(sample.loss_mask)] if len(sample.loss_mask) else []
+        routes = None if sample.routes is None else decoded([sample.routes])[0]
+        last: Sample | None = None
+        for start, end in pairwise(bounds):
+            span = slice(start, end)
+            if not sample.loss_mask[start]:
+                transcript.add_said(sample.token_ids[span])
+                continue
+            turn = Sample(
+                transcript.prompt,
+                transcript.all_ids,
+                sample.token_ids[span],
+                sample.log_probs[span],
+                sample.loss_mask[span],
+                sample.versions[span],
+                "",
+                "abort",
+            )
+            if end == len(sample.loss_mask):
+                last = turn
+            else:
+                transcript.add_turn(turn)
+        transcript._routes = routes
+        return transcript, last
 
 
 def _with_more(tokenizer: Any, prompt: Prompt, said: str) -> NDArray[np.int32]:
-    """The tokens of a prompt after which an environment has said something."""
+    """Return the tokens of a prompt after which an environment has said something."""
     if prompt.messages is None:
         longer = replace(prompt, text=f"{prompt.text}{said}")
     else:

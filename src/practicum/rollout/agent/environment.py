@@ -14,24 +14,23 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from practicum.errors import RolloutError
 from practicum.functions import load_named
 from practicum.processes import JobFailed, ProcessPool, Work
-from practicum.rollout.agent.pools import DESCRIBE_S, Pools, num_processes
+from practicum.rollout.agent.interaction import DESCRIBE_S, ChatMessage, Interaction, UserCode
 from practicum.types import Prompt
 
 _KEY = "rollout.agent.environment"
-_RESETS = 2
+_NUM_RESETS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What came of a reset or a step."""
+    """The result of a reset or a step."""
 
     state: bytes
     said: str | None
@@ -39,10 +38,11 @@ class Step:
 
 
 class EnvironmentWork(Work):
-    """What the processes do: a job is ("describe",), ("reset", fields of a prompt) or ("step", state, text)."""
+    """The work of the processes: a job is ("describe",), ("reset", fields of a prompt) or ("step", state, text)."""
 
-    def __init__(self, spec: str) -> None:
+    def __init__(self, spec: str, *, is_async: bool = False) -> None:
         self._spec = spec
+        self._is_async = is_async
         self._class: Any = None
 
     def prepare(self) -> None:
@@ -53,13 +53,18 @@ class EnvironmentWork(Work):
 
     @property
     def run(self) -> Callable[[Any], Any]:
-        return self._run
+        return self._run_async if self._is_async else self._run
 
     def _run(self, job: tuple[Any, ...]) -> Any:
         if job == ("describe",):
             return any(inspect.iscoroutinefunction(getattr(self._class, name)) for name in ("reset", "step"))
         environment, method, given = self._begun(job)
         return _step(environment, method(given))
+
+    async def _run_async(self, job: tuple[Any, ...]) -> Any:
+        environment, method, given = self._begun(job)
+        said = method(given)  # one of the two methods may be a plain function
+        return _step(environment, await said if inspect.isawaitable(said) else said)
 
     def _begun(self, job: tuple[Any, ...]) -> tuple[Any, Callable[[Any], Any], Any]:
         if job[0] == "reset":
@@ -69,19 +74,6 @@ class EnvironmentWork(Work):
         return environment, environment.step, job[2]
 
 
-class AsyncEnvironmentWork(EnvironmentWork):
-    """One of the two methods may be a plain function."""
-
-    @property
-    def run(self) -> Callable[[Any], Any]:
-        return self._run_async
-
-    async def _run_async(self, job: tuple[Any, ...]) -> Any:
-        environment, method, given = self._begun(job)
-        said = method(given)
-        return _step(environment, await said if inspect.isawaitable(said) else said)
-
-
 def _step(environment: Any, said: Any) -> Step:
     if said is not None and not isinstance(said, str):
         raise TypeError(f"returned {type(said).__name__}, not text or None")
@@ -89,52 +81,62 @@ def _step(environment: Any, said: Any) -> Step:
     return Step(pickle.dumps(environment), said, outcome)
 
 
-@dataclass(slots=True)
-class EnvironmentBox:
-    """The processes that environments of one worker run in. Belongs to the event loop it is started in."""
+class Environments(UserCode):
+    """The processes in which the environments of one worker run."""
 
-    spec: str
-    timeout_s: float
-    num_processes: int = field(default_factory=num_processes)
-    counts: Counter[str] = field(default_factory=Counter)
-    """Steps by what came of them."""
-    _pool: ProcessPool | None = None
-    _all: Pools = field(default_factory=Pools)
+    role = "user"
+    speaks_first = True
+    complaint = f"{_KEY}: the environment cannot be used"
+    _pool_of_steps: ProcessPool
 
-    async def start(self) -> None:
-        """Raises `RolloutError` where the class cannot be used."""
-        async with self._all.ended_on_failure(f"{_KEY}: the environment cannot be used"):
-            pool = await self._all.plain(EnvironmentWork(self.spec), self.num_processes)
-            if (await pool.run(("describe",), DESCRIBE_S)).value:
-                await pool.close()
-                pool = await self._all.for_async(AsyncEnvironmentWork(self.spec))
-            self._pool = pool
+    def __init__(self, spec: str, timeout_s: float, num_processes: int | None = None) -> None:
+        super().__init__(timeout_s, num_processes)
+        self._spec = spec
 
-    async def close(self) -> None:
-        await self._all.close()
+    def interaction(self) -> Interaction:
+        return _EnvironmentInteraction(self)
+
+    async def _start(self) -> None:
+        pool = await self._pool(EnvironmentWork(self._spec), is_async=False)
+        if (await pool.run(("describe",), DESCRIBE_S)).value:
+            await pool.close()
+            pool = await self._pool(EnvironmentWork(self._spec, is_async=True), is_async=True)
+        self._pool_of_steps = pool
 
     async def reset(self, prompt: Prompt) -> Step:
-        """Raises `RolloutError`: without a beginning there is nothing to go on with."""
-        for attempt in range(1, _RESETS + 1):
+        """Raise `RolloutError` where it fails: without a beginning there is nothing to go on with."""
+        for attempt in range(1, _NUM_RESETS + 1):
             try:
-                return await self._run(("reset", prompt.__reduce__()[1]))
+                return await self.run(("reset", prompt.__reduce__()[1]))
             except JobFailed as failure:
-                if failure.kind == "raised" or attempt == _RESETS:
-                    what = f"{_KEY}={self.spec!r}: reset for prompt {prompt.id} {failure.reason}"
+                if failure.kind == "raised" or attempt == _NUM_RESETS:
+                    what = f"{_KEY}={self._spec!r}: reset for prompt {prompt.id} {failure.reason}"
                     raise RolloutError(what) from failure
         raise AssertionError("unreachable")
 
-    async def step(self, state: bytes, text: str) -> Step:
-        """A step that fails is told as what was said, and leaves the environment as it was."""
-        try:
-            step = await self._run(("step", state, text))
-        except JobFailed as failure:
-            self.counts["raised" if failure.kind == "crashed" else failure.kind] += 1
-            return Step(state, f"error: {failure.reason}")
-        self.counts["ok"] += 1
+    async def run(self, job: tuple[Any, ...]) -> Step:
+        """Raise `JobFailed` where the step fails."""
+        step: Step = (await self._pool_of_steps.run(job, self._timeout_s)).value
         return step
 
-    async def _run(self, job: tuple[Any, ...]) -> Step:
-        assert self._pool is not None, "used before start"
-        step: Step = (await self._pool.run(job, self.timeout_s)).value
-        return step
+
+class _EnvironmentInteraction(Interaction):
+    def __init__(self, environments: Environments) -> None:
+        super().__init__()
+        self._environments = environments
+        self._state = b""
+
+    async def begin(self, prompt: Prompt) -> str | None:
+        step = await self._environments.reset(prompt)
+        self._state, self.outcome = step.state, step.outcome
+        return step.said
+
+    async def reply(self, text: str, marked: str, *, is_last: bool) -> Sequence[ChatMessage] | None:
+        try:
+            step = await self._environments.run(("step", self._state, text))
+        except JobFailed as failure:  # something that was said; the environment stays as it was
+            self.counts["raised" if failure.kind == "crashed" else failure.kind] += 1
+            return [{"role": "user", "content": f"error: {failure.reason}"}]
+        self.counts["ok"] += 1
+        self._state, self.outcome = step.state, step.outcome
+        return None if step.said is None else [{"role": "user", "content": step.said}]

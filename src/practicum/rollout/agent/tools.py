@@ -10,20 +10,22 @@
 
     call ─▶ arguments checked ─▶ a process that can be killed ─▶ ToolReply, as text: a result, or what went wrong
 
-Async functions run many at once in one process, others one at a time in several. No failure of a tool is ours: the
-model is told of it in words. Files of tools are imported in small processes only, never in the one that drives a model.
+Models write calls in one of two formats, found in the text of a turn. Async functions run many at once in one process,
+others one at a time in several. A failure of a tool is a reply to the model in words, never an error of ours. Files of
+tools are imported in small processes only, never in the one that drives a model.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
+import json
 import re
 import typing
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import pydantic_core
@@ -32,8 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, Validation
 from practicum.errors import RolloutError
 from practicum.functions import load_named
 from practicum.processes import JobFailed, ProcessPool, Work
-from practicum.rollout.agent.calls import Arguments, BadCall, Call
-from practicum.rollout.agent.pools import DESCRIBE_S, Pools, num_processes
+from practicum.rollout.agent.interaction import DESCRIBE_S, ChatMessage, Interaction, UserCode
 
 _KEY = "rollout.agent.tools"
 _ARGS = re.compile(r"^\s*(?:Args|Arguments|Parameters):\s*$")
@@ -41,11 +42,75 @@ _ARG = re.compile(r"^(?P<indent>\s+)\*{0,2}(?P<name>\w+)\s*(?:\([^)]*\))?:\s*(?P
 _SPHINX = re.compile(r"^\s*:param\s+(?:[^:]*\s)?(?P<name>\w+):\s*(?P<text>.*)$")
 
 ToolStatus = Literal["ok", "unknown", "malformed", "raised", "timeout", "lost"]
+Arguments = Mapping[str, Any] | tuple[str, ...]
+"""Arguments by name, or in the order of the tool's parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call that a model has written. Without a name it means the only tool there is."""
+
+    name: str | None
+    arguments: Arguments
+
+
+@dataclass(frozen=True, slots=True)
+class BadCall:
+    """A text that looks like a call and is none; the model reads the `reason`."""
+
+    reason: str
+    name: str | None = None
+
+
+CallFormat = Callable[[str], list[Call | BadCall]]
+
+HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
+_HERMES = re.compile(f"{HERMES_OPEN}(.*?){HERMES_CLOSE}", re.DOTALL)
+_PLAIN = re.compile(r"\[(?:\s*(\w+)\s*:)?([^\[\]]*)\]")
+
+
+def hermes(text: str) -> list[Call | BadCall]:
+    """Find `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`, any number of them. One that is not
+    closed is a bad call: the model meant to call something, and learns why nothing came of it."""
+    found = [_from_json(match.group(1)) for match in _HERMES.finditer(text)]
+    if HERMES_OPEN in _HERMES.sub("", text):
+        found.append(BadCall("a <tool_call> is not closed with </tool_call>"))
+    return found
+
+
+def _from_json(text: str) -> Call | BadCall:
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return BadCall(f"the call is not valid JSON: {error}")
+    if not isinstance(fields, dict) or not isinstance(fields.get("name"), str):
+        return BadCall('a call is an object with "name" and "arguments"')
+    arguments = fields.get("arguments", {})
+    if isinstance(arguments, str):  # some models write the arguments as JSON within JSON
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            return BadCall(f"the arguments are not valid JSON: {error}", fields["name"])
+    if not isinstance(arguments, dict):
+        return BadCall('"arguments" is not an object', fields["name"])
+    return Call(fields["name"], arguments)
+
+
+def plain(text: str) -> list[Call | BadCall]:
+    """Find `[add: 1, 2]`, or `[1, 2]` where there is only one tool: for models whose vocabulary has few characters."""
+    found: list[Call | BadCall] = []
+    for match in _PLAIN.finditer(text):
+        inside = match.group(2).strip()
+        found.append(Call(match.group(1), tuple(part.strip() for part in inside.split(",")) if inside else ()))
+    return found
+
+
+CALL_FORMATS: dict[str, CallFormat] = {"hermes": hermes, "plain": plain}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolReply:
-    """What the model is told."""
+    """The reply to one call, as the model reads it."""
 
     name: str | None
     text: str
@@ -54,7 +119,7 @@ class ToolReply:
 
 @dataclass(frozen=True, slots=True)
 class ToolDescription:
-    """What is known of a tool without importing it."""
+    """A tool as others know it without importing it."""
 
     name: str
     description: str
@@ -63,7 +128,7 @@ class ToolDescription:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates and servers take it."""
+        """The schema as chat templates and servers take it."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
@@ -83,7 +148,7 @@ class Tool:
         self.description = ToolDescription(name, text, _without_titles(schema), is_async)
 
     def bind(self, arguments: Arguments) -> dict[str, Any]:
-        """The arguments as the function wants them; raises `ValueError` in words that the model can act on."""
+        """Return the arguments as the function wants them; raise `ValueError` in words that the model can act on."""
         names = [name.removeprefix("given_") for name in self._model.model_fields]
         if isinstance(arguments, tuple):
             if len(arguments) > len(names):
@@ -125,7 +190,7 @@ class Tool:
 
 
 def _from_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What comes before the parameters, and a line or more for each; as Google or Sphinx write them."""
+    """Split into what comes before the parameters and the text of each, as Google or Sphinx write them."""
     head: list[str] = []
     about: dict[str, str] = {}
     name, indent, in_args = "", "", False
@@ -148,7 +213,7 @@ def _from_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _without_titles(schema: Any) -> Any:
-    """pydantic names everything; a model that reads the schema has no use for it."""
+    """Drop the titles that pydantic gives to everything: a model that reads the schema has no use for them."""
     if isinstance(schema, dict):
         kept = {k: _without_titles(v) for k, v in schema.items() if not (k == "title" and isinstance(v, str))}
         if kept.get("additionalProperties") is False:  # true of every tool, so it goes without saying
@@ -158,17 +223,18 @@ def _without_titles(schema: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """What a tool returned, as the model reads it."""
+    """Return a tool's result as the model reads it."""
     if isinstance(value, str):
         return value
     return pydantic_core.to_json(value, fallback=str, inf_nan_mode="constants").decode()
 
 
 class ToolWork(Work):
-    """What the processes do: a job is the index of a tool and its arguments, or ("describe",)."""
+    """The work of the processes: a job is the index of a tool and its arguments, or ("describe",)."""
 
-    def __init__(self, specs: Sequence[str]) -> None:
+    def __init__(self, specs: Sequence[str], *, is_async: bool = False) -> None:
         self._specs = tuple(specs)
+        self._is_async = is_async
         self._tools: list[Tool] = []
 
     def prepare(self) -> None:
@@ -176,77 +242,66 @@ class ToolWork(Work):
 
     @property
     def run(self) -> Callable[[Any], Any]:
-        return self._run
+        return self._run_async if self._is_async else self._run
 
     def _run(self, job: tuple[Any, ...]) -> Any:
         if job == ("describe",):
             return [tool.description for tool in self._tools]
-        index, arguments = job
-        try:
-            bound = self._tools[index].bind(arguments)
-        except ValueError as error:
-            return "malformed", str(error)
-        return "ok", as_text(self._tools[index].call(bound))
-
-
-class AsyncToolWork(ToolWork):
-    @property
-    def run(self) -> Callable[[Any], Any]:
-        return self._run_async
+        call = self._call(*job)
+        return ("malformed", call) if isinstance(call, str) else ("ok", as_text(call()))
 
     async def _run_async(self, job: tuple[int, Arguments]) -> Any:
-        index, arguments = job
+        call = self._call(*job)
+        return ("malformed", call) if isinstance(call, str) else ("ok", as_text(await call()))
+
+    def _call(self, index: int, arguments: Arguments) -> Callable[[], Any] | str:
+        """Return the function with its arguments, or what is wrong with them."""
         try:
-            bound = self._tools[index].bind(arguments)
+            return functools.partial(self._tools[index].call, self._tools[index].bind(arguments))
         except ValueError as error:
-            return "malformed", str(error)
-        return "ok", as_text(await self._tools[index].call(bound))
+            return str(error)
 
 
-@dataclass(slots=True)
-class ToolBox:
-    """The tools of one worker, and the processes they run in. Belongs to the event loop it is started in."""
+class Tools(UserCode):
+    """The tools of one worker, and the processes in which they run."""
 
-    specs: Sequence[str]
-    timeout_s: float
-    num_processes: int = field(default_factory=num_processes)
-    counts: Counter[str] = field(default_factory=Counter)
-    """Calls by what came of them."""
-    tools: list[ToolDescription] = field(default_factory=list)
-    _pools: dict[bool, ProcessPool] = field(default_factory=dict)
-    _all: Pools = field(default_factory=Pools)
+    role = "tool"
+    speaks_first = False
+    complaint = f"{_KEY}: the tools cannot be used"
 
-    async def start(self) -> None:
-        """Raises `RolloutError` where a tool cannot be used."""
-        async with self._all.ended_on_failure(f"{_KEY}: the tools cannot be used"):
-            plain = await self._all.plain(ToolWork(self.specs), self.num_processes)
-            self.tools = (await plain.run(("describe",), DESCRIBE_S)).value
-            names = [tool.name for tool in self.tools]
-            for name in names:
-                if names.count(name) > 1:
-                    raise RolloutError(f"{_KEY}: two tools are called {name!r}: the model could not tell them apart.")
-            self._pools[False] = plain
-            if any(tool.is_async for tool in self.tools):
-                self._pools[True] = await self._all.for_async(AsyncToolWork(self.specs))
-
-    async def close(self) -> None:
-        await self._all.close()
+    def __init__(
+        self,
+        specs: Sequence[str],
+        timeout_s: float,
+        call_format: str = "hermes",
+        num_processes: int | None = None,
+    ) -> None:
+        super().__init__(timeout_s, num_processes)
+        self._specs = specs
+        self._call_format = CALL_FORMATS[call_format]
+        self._by_kind: dict[bool, ProcessPool] = {}  # of async functions, and of others
+        self.tools: list[ToolDescription] = []
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
         return [tool.schema for tool in self.tools]
 
+    def interaction(self) -> Interaction:
+        return _ToolInteraction(self, self._call_format)
+
+    async def _start(self) -> None:
+        plain = await self._pool(ToolWork(self._specs), is_async=False)
+        self.tools = (await plain.run(("describe",), DESCRIBE_S)).value
+        names = [tool.name for tool in self.tools]
+        for name in names:
+            if names.count(name) > 1:
+                raise RolloutError(f"{_KEY}: two tools are called {name!r}: the model could not tell them apart.")
+        self._by_kind[False] = plain
+        if any(tool.is_async for tool in self.tools):
+            self._by_kind[True] = await self._pool(ToolWork(self._specs, is_async=True), is_async=True)
+
     async def call(self, call: Call | BadCall) -> ToolReply:
-        """Never raises for what a tool or a model does."""
-        reply = await self._call(call)
-        self.counts[reply.status] += 1
-        return reply
-
-    async def call_all(self, calls: Sequence[Call | BadCall]) -> list[ToolReply]:
-        """Side by side."""
-        return list(await asyncio.gather(*map(self.call, calls)))
-
-    async def _call(self, call: Call | BadCall) -> ToolReply:
+        """Never raise for what a tool or a model does."""
         if isinstance(call, BadCall):
             return ToolReply(call.name, f"error: {call.reason}", "malformed")
         names = [tool.name for tool in self.tools]
@@ -256,8 +311,8 @@ class ToolBox:
             return ToolReply(name, f"error: {asked}; there are: {', '.join(names)}", "unknown")
         index = names.index(name)
         try:
-            pool = self._pools[self.tools[index].is_async]
-            result = await pool.run((index, call.arguments), self.timeout_s)
+            pool = self._by_kind[self.tools[index].is_async]
+            result = await pool.run((index, call.arguments), self._timeout_s)
         except JobFailed as failure:
             status: ToolStatus = "raised" if failure.kind == "crashed" else failure.kind
             return ToolReply(name, f"error: {name} {failure.reason}", status)
@@ -265,16 +320,31 @@ class ToolBox:
         return ToolReply(name, f"error: {name}: {text}" if status == "malformed" else text, status)
 
 
+class _ToolInteraction(Interaction):
+    def __init__(self, tools: Tools, call_format: CallFormat) -> None:
+        super().__init__()
+        self._tools = tools
+        self._call_format = call_format
+
+    async def reply(self, text: str, marked: str, *, is_last: bool) -> Sequence[ChatMessage] | None:
+        calls = self._call_format(marked)
+        if not calls or is_last:
+            return [] if calls else None
+        replies = await asyncio.gather(*map(self._tools.call, calls))
+        self.counts.update(reply.status for reply in replies)
+        return [{"role": "tool", "name": reply.name or "", "content": reply.text} for reply in replies]
+
+
 def describe_tools(specs: Sequence[str]) -> list[ToolDescription]:
-    """What tools look like, for whoever writes prompts. Their files are imported in a process that is thrown away."""
+    """Return what tools look like, for whoever writes prompts. Their files are imported in a process that ends then."""
 
     async def ask() -> list[ToolDescription]:
-        box = ToolBox(specs, timeout_s=DESCRIBE_S, num_processes=1)
+        tools = Tools(specs, timeout_s=DESCRIBE_S, num_processes=1)
         try:
-            await box.start()
+            await tools.start()
         finally:
-            await box.close()
-        return box.tools
+            await tools.close()
+        return tools.tools
 
     if not specs:
         return []

@@ -1,1 +1,1 @@
-"""Engines that are servers: vLLM, and any other that speaks the completions protocol."""
+"""The engines behind a completions server: what they share."""

@@ -1,358 +1,342 @@
-"""What the engines behind a completions server have in common: requests out, tokens and log-probs in.
+"""The part that all engines behind a completions server share: requests out, tokens and log-probs in.
 
-    write ── a job for each ticket ─▶ the loop's thread: one request for all its answers, or one for each
-      ▲                                     │ tokens as they come; the end is looked for here, whatever the server does
-      └───────────── news ──────────────────┘
+    submit ─▶ requests: all new answers to a prompt in one, where the server can number them ─▶ a task each
+                 ▲                                          │ tokens as they come; the end is looked for here,
+                 └── again, after a failure that may pass ──┤ whatever the server does
+                                                            └▶ sequence.done
 
-An answer that fails is asked for again, from its beginning and with its seed, unless somebody was told of its tokens.
+An answer that fails is asked for again, from its beginning and with its seed, unless its tokens have been streamed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import queue
+import tempfile
 from abc import abstractmethod
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from collections import deque
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from practicum.adapters import LoneAdapters, write_adapters
 from practicum.errors import RolloutError
-from practicum.rollout.answers import Ending, check_length, sample_of, untouched, written_ids
+from practicum.models import eos_ids_of, export_model, load_tokenizer
 from practicum.rollout.base import BaseRollout
-from practicum.rollout.inbox import Inbox, Ticket
-from practicum.rollout.remote.completions import (
-    LoopThread,
-    ServerFailure,
-    Transport,
-    chosen_log_probs,
-)
-from practicum.rollout.remote.dialect import Dialect, TokenReader, extras, find_filtered, has_filters
-from practicum.types import FinishReason, RolloutRequest, RoutedExperts, Sample
+from practicum.rollout.engine.sequence import Request, Sequence, check_length
+from practicum.rollout.remote.capabilities import Capabilities, TokenReader, extras, has_filters, probe_filters
+from practicum.rollout.remote.client import ServerFailure, Transport, chosen_log_probs
+from practicum.types import FinishReason, RoutedExperts, Sample
+from practicum.weights import WeightUpdate
+from practicum.weights.disk import VersionFolders
 
-_TICK_S = 0.02
-_WAIT_S = 0.5
+CONTROL_TIMEOUT_S = 600.0  # servers may be slow to load, and to hand memory back
 _RETRIES = 3
 _PAUSE_S = 0.25
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Answer:
-    number: int
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
+    """A sequence that the engine has."""
+
+    sequence: Sequence
+    done: asyncio.Future[Sample]
     versions: list[int | None] = field(default_factory=list)
-    """None where the server has not told yet."""
-    routes: RoutedExperts | None = None
-    reason: FinishReason | None = None
+    """Of each token; None where the server has not said yet."""
     is_over: bool = False
-    """The server is done with it too."""
+    """Whether the server is done with it too."""
 
     def restart(self) -> None:
-        self.tokens, self.log_probs, self.versions = [], [], []
-
-
-@dataclass(frozen=True, slots=True)
-class _News:
-    job: Job
-    answer: Answer | None = None
-    """It is done, or broken off."""
-    tokens: tuple[int, list[int], list[float]] | None = None
-    error: Exception | None = None
-
-
-class Job:
-    """A ticket under way. Lives in the loop's thread, but for its making."""
-
-    def __init__(self, ticket: Ticket, ending: Ending, news: queue.SimpleQueue[_News]) -> None:
-        self.ticket = ticket
-        self.ending = ending
-        self.answers = [Answer(number) for number in range(ticket.request.params.num_answers)]
-        self.prompt: list[int] = written_ids(ticket.request).tolist()
-        self.is_broken_off = False
-        self._news = news
-        self._task: asyncio.Task[None] | None = None
-
-    @property
-    def num_before(self) -> int:
-        return len(self.prompt) - len(self.ticket.request.prompt_ids)
-
-    def start(self, work: Coroutine[Any, Any, None]) -> None:
-        self._task = asyncio.get_running_loop().create_task(work)
-        self._task.add_done_callback(self._over)
-
-    def break_off(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-
-    def done(self, answer: Answer) -> None:
-        self._news.put(_News(self, answer=answer))
-
-    def told(self, answer: Answer, num: int) -> None:
-        """Of its last tokens."""
-        if num and self.ticket.on_tokens is not None:
-            self._news.put(_News(self, tokens=(answer.number, answer.tokens[-num:], answer.log_probs[-num:])))
-
-    def _over(self, task: asyncio.Task[None]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self._news.put(_News(self, error=error if isinstance(error, Exception) else RuntimeError(repr(error))))
-            return
-        for answer in self.answers:
-            if answer.reason is None:
-                answer.reason = "abort"
-                self.done(answer)
+        self.sequence.continue_from(self.sequence.written)
+        self.versions = []
 
 
 class RemoteRollout(BaseRollout):
-    """`eos_ids` are the tokens that end a text; an answer ends with them, whatever the server believes."""
+    """An engine whose `eos_ids` end a text, whatever the server believes. New weights pass through `exchange_dir`."""
 
     takes_adapters = True
 
-    def __init__(self, client: Transport, *, tokenizer: Any, eos_ids: Sequence[int], max_batch: int) -> None:
-        self._tokenizer = tokenizer
-        self.eos_ids = list(eos_ids)
+    def __init__(
+        self,
+        client: Transport,
+        *,
+        model_path: str,
+        max_batch: int,
+        adapters: LoneAdapters | None = None,
+        exchange_dir: str | None = None,
+    ) -> None:
+        super().__init__()
+        self._path = model_path
+        self._tokenizer = load_tokenizer(model_path)
+        self.eos_ids = eos_ids_of(model_path)
         self._max_batch = max_batch
-        self._thread = LoopThread("practicum-completions")
+        self._adapters = adapters
+        self._exchange_dir = exchange_dir
         self._client = client
-        self._dialect: Dialect | None = None
+        self._capabilities: Capabilities | None = None
+        self._probing: asyncio.Task[bool] | None = None
         self._reader: TokenReader | None = None
         self._reads_routes = False
-        self._awake = False
+        self._is_awake = False
         self._version = 0
+        self._waiting: deque[list[Answer]] = deque()  # requests
+        self._tasks: dict[Answer, asyncio.Task[None]] = {}  # of the answers that have been asked for and are open
+
+    # What each engine does
 
     @abstractmethod
     def _address(self) -> str:
-        """Where the next request goes."""
+        """Return the address that the next request goes to."""
 
     @property
     @abstractmethod
     def _name(self) -> str:
         """Who answers, for messages."""
 
-    def close(self) -> None:
-        """Let go of the connections."""
-        if not self._thread.loop.is_closed():
-            self._thread.run(self._client.close())
-            self._thread.close()  # and whatever is under way in it
-
-    def check(self, request: RolloutRequest) -> None:
-        check_length(request, self._known.most_tokens, self._known.model)
-        if has_filters(request.params) and self._known.is_filtered is None:
-            asking = find_filtered(self._client, self._address(), self._known, self._tokenizer)
-            self._dialect = replace(self._known, is_filtered=self._thread.run(asking))
-        self._known.check(request.params, self._name)
-
-    def log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        assert self._awake, "log_probs before resume"
-        return self._thread.run(self._score(sequences))
-
-    def write(self, inbox: Inbox) -> None:
-        assert self._awake, "generate before resume"
-        with self._watching():
-            self._write(inbox)
-
-    def _write(self, inbox: Inbox) -> None:
-        news: queue.SimpleQueue[_News] = queue.SimpleQueue()
-        jobs: dict[Ticket, Job] = {}
-        failure: Exception | None = None
-        try:
-            while jobs or not inbox.is_over:
-                self._check_hope()
-                num_open = sum(ticket.num_open for ticket in jobs)
-                room = 0 if failure else max(0, self._max_batch - num_open)
-                for ticket in inbox.take(room, 0.0 if jobs else _WAIT_S):
-                    if ticket.is_cancelled or inbox.is_aborted:
-                        for number in range(ticket.request.params.num_answers):
-                            ticket.done(number, untouched(ticket.request))
-                    else:
-                        jobs[ticket] = self._begin(ticket, news)
-                for ticket, job in jobs.items():
-                    if (ticket.is_cancelled or inbox.is_aborted) and not job.is_broken_off:
-                        job.is_broken_off = True
-                        self._thread.loop.call_soon_threadsafe(job.break_off)
-                failure = self._hear(news, jobs) or failure
-                if failure and not jobs:  # what was under way beside it has been finished
-                    raise failure
-        finally:
-            for job in jobs.values():
-                self._thread.loop.call_soon_threadsafe(job.break_off)
-
-    def _watching(self) -> AbstractContextManager[object]:
-        """Looks after the servers while answers are written."""
-        return nullcontext()
-
-    def _check_hope(self) -> None:
-        """Raise `RolloutError` where nobody is left to answer."""
+    @abstractmethod
+    async def _load(self, folder: str, version: int) -> None:
+        """Have the weights or adapters in a folder loaded."""
 
     async def _after_failure(self) -> None:
-        """Before somebody is asked again."""
+        """Do what is to be done before a server is asked again."""
 
     def _expects(self, version: int) -> bool:
-        """Whether an answer may come from these weights."""
+        """Return whether an answer may come from these weights."""
         return True
 
-    @property
-    def _known(self) -> Dialect:
-        assert self._dialect is not None, "asked before resume"
-        return self._dialect
+    def _routes(self, answer: Answer, choice: Mapping[str, Any]) -> RoutedExperts | None:
+        """Return the routes of prompt and answer, where this engine has them."""
+        return None
 
-    def _begin(self, ticket: Ticket, news: queue.SimpleQueue[_News]) -> Job:
-        job = Job(ticket, Ending(ticket.request.params, self.eos_ids, self._tokenizer), news)
-        self._thread.loop.call_soon_threadsafe(lambda: job.start(self._work(job)))
-        return job
-
-    def _hear(self, news: queue.SimpleQueue[_News], jobs: dict[Ticket, Job]) -> Exception | None:
-        """Tell the tickets what there is to tell, and wait a little where there is nothing. What a job failed with."""
-        failure: Exception | None = None
-        wait_s = _TICK_S if jobs else 0.0
-        while True:
-            try:
-                item = news.get(timeout=wait_s) if wait_s else news.get_nowait()
-            except queue.Empty:
-                return failure
-            wait_s = 0.0
-            ticket = item.job.ticket
-            if item.error is not None and jobs.pop(ticket, None) is not None:  # else all its answers are there
-                failure = failure or self._error(ticket.request, item.error)
-            if item.tokens is not None:
-                assert ticket.on_tokens is not None
-                ticket.on_tokens(*item.tokens)
-            if item.answer is not None:
-                ticket.done(item.answer.number, self._sample(ticket.request, item.answer))
-                if not ticket.num_open:
-                    del jobs[ticket]
-
-    def _sample(self, request: RolloutRequest, answer: Answer) -> Sample:
-        assert answer.reason is not None
-        if not answer.tokens:
-            return untouched(request)
-        versions = [self._version if version is None else int(version) for version in answer.versions]
-        sample = sample_of(
-            request,
-            np.array(answer.tokens, np.int32),
-            np.array(answer.log_probs, np.float32),
-            versions[-1],
-            answer.reason,
-            self._tokenizer,
-            answer.routes,
-        )
-        if len(set(versions)) > 1:  # the server took new weights meanwhile
-            before = sample.versions[: len(sample.versions) - len(versions)]
-            sample = replace(sample, versions=np.concatenate([before, np.array(versions, np.int32)]))
-        return sample
-
-    def _error(self, request: RolloutRequest, error: Exception) -> Exception:
+    def _error(self, sequence: Sequence, error: BaseException) -> Exception:
+        """Return the error that an answer fails with."""
         if isinstance(error, ServerFailure):
-            return RolloutError(f"prompt {request.prompt.id}: {error}.").with_traceback(error.__traceback__)
-        return error
+            return RolloutError(f"prompt {sequence.prompt.id}: {error}.").with_traceback(error.__traceback__)
+        return error if isinstance(error, Exception) else RuntimeError(repr(error))
 
-    # In the loop's thread
+    # The contract of engines
 
-    async def _work(self, job: Job) -> None:
+    def check(self, request: Request) -> None:
+        check_length(request, self._known.max_tokens, self._known.model)
+        self._known.check(request.params, self._name)
+
+    def submit(self, sequences: list[Sequence]) -> None:
+        assert self._is_awake, "generate before resume"
+        requests: list[list[Answer]] = []
+        for sequence in sequences:
+            sequence.begin(self.eos_ids, self._tokenizer)
+            answer = Answer(sequence, sequence.done)
+            if requests and self._follows(requests[-1][-1].sequence, sequence):
+                requests[-1].append(answer)
+            else:
+                requests.append([answer])
+        self._waiting.extend(requests)
+        self._admit()
+
+    def abort_submitted(self, sequences: list[Sequence]) -> None:
+        aborted = {sequence.done for sequence in sequences}
+        for request in list(self._waiting):
+            for answer in [answer for answer in request if answer.done in aborted]:
+                request.remove(answer)
+                self._finish(answer, "abort")
+            if not request:
+                self._waiting.remove(request)
+        under_way = [answer for answer in self._tasks if answer.done in aborted]
+        others = {task for answer, task in self._tasks.items() if answer.done not in aborted}
+        for answer in under_way:
+            if self._tasks[answer] in others:
+                self._finish(answer, "abort")  # the server goes on with the others of its request
+            else:
+                self._tasks[answer].cancel()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._tasks)
+
+    async def log_probs(self, sequences: Items[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        assert self._is_awake, "log_probs before resume"
+        return await asyncio.gather(*map(self._score, sequences))
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        with tempfile.TemporaryDirectory(prefix="practicum-weights-", dir=self._exchange_dir) as folder:
+
+            def write(place: Path) -> None:
+                if self._adapters is None:
+                    export_model(place, self._path, update.tensors)
+                else:
+                    write_adapters(place, self._adapters, update.tensors)
+
+            place = await asyncio.to_thread(VersionFolders(Path(folder), num_kept=1).add, update.version, write)
+            await self._load(str(place), update.version)
+        self._version = update.version
+
+    async def close(self) -> None:
+        """Let go of the connections. What is under way fails."""
+        tasks = {task for task in self._tasks.values() if not task.done()}
+        self._fail(RolloutError("the engine has been closed"))
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._client.close()
+
+    # Requests
+
+    @property
+    def _known(self) -> Capabilities:
+        assert self._capabilities is not None, "asked before resume"
+        return self._capabilities
+
+    def _follows(self, last: Sequence, sequence: Sequence) -> bool:
+        """Return whether a sequence can be asked for in one request with the last one before it."""
         # vLLM refuses to give several answers without chance, though they are rightly asked for.
-        together = self._known.can_number_answers and job.ticket.request.params.temperature > 0
-        await self._all(job, [job.answers] if together else [[answer] for answer in job.answers], 0)
+        if not self._known.can_number_answers or sequence.params.temperature == 0:
+            return False
+        asked = (last.params, last.seed, last.number + 1) == (sequence.params, sequence.seed, sequence.number)
+        return asked and sequence.shares_prompt(last)
 
-    async def _all(self, job: Job, groups: Sequence[list[Answer]], attempt: int) -> None:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for answers in groups:
-                    tasks.create_task(self._ask(job, answers, attempt))
-        except ExceptionGroup as several:
-            raise several.exceptions[0] from None
+    def _admit(self) -> None:
+        while self._waiting and len(self._tasks) < self._max_batch:
+            request = self._waiting.popleft()
+            task = asyncio.get_running_loop().create_task(self._work(request))
+            self._tasks.update(dict.fromkeys(request, task))
+            task.add_done_callback(partial(self._ended, request))
 
-    async def _ask(self, job: Job, answers: list[Answer], attempt: int) -> None:
-        """One request, and again what came to nothing of it."""
+    def _ended(self, request: list[Answer], task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        for answer in [answer for answer in request if answer in self._tasks]:
+            if error is None:
+                self._finish(answer, "abort")
+            else:
+                self._finish(answer, error=self._error(answer.sequence, error))
+
+    def _finish(
+        self,
+        answer: Answer,
+        reason: FinishReason | None = None,
+        routes: RoutedExperts | None = None,
+        error: Exception | None = None,
+    ) -> None:
+        self._tasks.pop(answer, None)
+        if not answer.done.done():
+            if error is not None:
+                answer.done.set_exception(error)
+            else:
+                versions = [self._version if version is None else version for version in answer.versions]
+                answer.done.set_result(answer.sequence.to_sample(self._tokenizer, versions, reason, routes))
+        self._admit()
+
+    def _fail(self, error: Exception) -> None:
+        """Fail everything that has been submitted."""
+        waiting = [answer for request in self._waiting for answer in request]
+        self._waiting.clear()
+        for task in set(self._tasks.values()):
+            task.cancel()
+        for answer in [*waiting, *self._tasks]:
+            self._finish(answer, error=error)
+
+    async def _work(self, request: list[Answer]) -> None:
+        params = request[0].sequence.params
+        if has_filters(params) and self._known.is_filtered is None:  # nobody pays for finding out before
+            if self._probing is None or self._probing.done():
+                asking = probe_filters(self._client, self._address(), self._known, self._tokenizer)
+                self._probing = asyncio.get_running_loop().create_task(asking)
+            is_filtered = await asyncio.shield(self._probing)
+            self._capabilities = replace(self._known, is_filtered=is_filtered)
+            self._known.check(params, self._name)
+        await self._ask(request, attempt=0)
+
+    async def _ask(self, answers: list[Answer], attempt: int) -> None:
+        """Make one request, and again for what came to nothing of it."""
         try:
-            await self._once(job, answers)
+            await self._ask_once(answers)
         except ServerFailure as failure:
-            rest = [answer for answer in answers if answer.reason is None]
-            told = job.ticket.on_tokens is not None and any(answer.tokens for answer in rest)
-            if not failure.may_pass or told or attempt >= _RETRIES:
+            rest = [answer for answer in answers if answer in self._tasks]
+            is_streamed = any(answer.sequence.on_tokens and answer.sequence.token_ids for answer in rest)
+            if not failure.is_transient or is_streamed or attempt >= _RETRIES:
                 raise
             for answer in rest:
                 answer.restart()
             await self._after_failure()
             await asyncio.sleep(_PAUSE_S * 2**attempt)
-            # One by one: what has arrived need not be written again.
-            await self._all(job, [[answer] for answer in rest], attempt + 1)
+            try:
+                async with asyncio.TaskGroup() as tasks:  # one by one: what has arrived need not be written again
+                    for answer in rest:
+                        tasks.create_task(self._ask([answer], attempt + 1))
+            except ExceptionGroup as several:
+                raise several.exceptions[0] from None
 
-    async def _once(self, job: Job, answers: list[Answer]) -> None:
+    async def _ask_once(self, answers: list[Answer]) -> None:
         server = self._address()
-        request, first = job.ticket.request, answers[0].number
-        body = self._known.body(request, first, len(answers), job.prompt, self.eos_ids)
-        if self._reads_routes:  # servers tell them with whole answers only
-            self._take(job, answers, await self._client.call(server, "POST", "/v1/completions", body), server)
+        body = self._known.body(answers[0].sequence, len(answers), self.eos_ids)
+        if self._reads_routes:  # servers return them with whole answers only
+            self._take(answers, await self._client.call(server, "POST", "/v1/completions", body), server)
         else:
             async with aclosing(self._client.stream(server, body)) as parts:
                 async for part in parts:
-                    self._take(job, answers, part, server)
-                    if all(a.reason is not None for a in answers) and not all(a.is_over for a in answers):
-                        return  # the server would go on: closing the connection tells it not to
-        if any(answer.reason is None for answer in answers):
-            raise ServerFailure(server, f"gave fewer than the {len(answers)} answers asked for", may_pass=False)
+                    self._take(answers, part, server)
+                    is_open = any(answer in self._tasks for answer in answers)
+                    if not is_open and not all(answer.is_over for answer in answers):
+                        return  # the server would go on: closing the connection ends it there
+        if any(answer in self._tasks for answer in answers):
+            reason = f"gave fewer than the {len(answers)} answers asked for"
+            raise ServerFailure(server, reason, is_transient=False)
 
-    def _take(self, job: Job, answers: list[Answer], part: Mapping[str, Any], server: str) -> None:
+    def _take(self, answers: list[Answer], part: Mapping[str, Any], server: str) -> None:
         for choice in part.get("choices") or []:
             answer = answers[int(choice.get("index") or 0)]
             finish = choice.get("finish_reason")
             answer.is_over = answer.is_over or finish is not None
-            if answer.reason is not None:
+            if answer not in self._tasks:
                 continue
             version = choice.get("weight_version", part.get("weight_version"))
             if version is not None and not self._expects(int(version)):
-                what = f"answered with weights of version {version}, not {self._version}"
-                raise ServerFailure(server, what, may_pass=True)
-            num_new = self._append(job, answer, choice)
+                reason = f"answered with weights of version {version}, not {self._version}"
+                raise ServerFailure(server, reason, is_transient=True)
+            self._append(answer, choice)
+            if answer not in self._tasks:
+                continue
             if version is not None:
-                answer.versions = [version if known is None else known for known in answer.versions]
-            job.told(answer, num_new)
-            if answer.reason is None and finish is not None:
-                self._ended_too_soon(job, answer, str(finish), server)
-            if answer.reason is not None:
-                answer.routes = self._routes(job, answer, choice)
-                job.done(answer)
+                answer.versions = [int(version) if known is None else known for known in answer.versions]
+            if answer.sequence.finish_reason is None and finish is not None:
+                raise self._ended_too_soon(answer.sequence, str(finish), server)
+            if answer.sequence.finish_reason is not None:
+                self._finish(answer, routes=self._routes(answer, choice))
 
-    def _append(self, job: Job, answer: Answer, choice: Mapping[str, Any]) -> int:
-        """Up to the end of the answer; how many tokens were new."""
+    def _append(self, answer: Answer, choice: Mapping[str, Any]) -> None:
+        """Append the tokens of a choice, up to the end of the answer."""
+        sequence = answer.sequence
         reader = self._reader = self._reader or TokenReader(self._tokenizer, self._name)
         ids = reader.ids(choice)
         log_probs = reader.log_probs(choice, len(ids)) if ids else []
-        for number, (token, log_prob) in enumerate(zip(ids, log_probs, strict=True), 1):
-            answer.tokens.append(token)
-            answer.log_probs.append(log_prob)
+        num = 0
+        for token, log_prob in zip(ids, log_probs, strict=True):
+            num += 1
             answer.versions.append(None)
-            recent: list[int] = []
-            if job.ending.reads_text:
-                recent = job.prompt[len(job.prompt) - job.num_before :] + answer.tokens
-            answer.reason = job.ending.of(token, job.num_before + len(answer.tokens), recent)
-            if answer.reason is not None:
-                return number
-        return len(ids)
+            if sequence.push(token, log_prob) is not None:
+                break
+        if num and sequence.on_tokens is not None:
+            try:
+                sequence.on_tokens(ids[:num], log_probs[:num])
+            except Exception as error:  # the caller's own: it ends this answer, and no other
+                self._finish(answer, error=error)
 
-    def _ended_too_soon(self, job: Job, answer: Answer, finish: str, server: str) -> None:
+    def _ended_too_soon(self, sequence: Sequence, finish: str, server: str) -> Exception:
         if finish not in ("stop", "length"):
-            raise ServerFailure(server, f"broke off an answer ({finish})", may_pass=True)
-        last = f"token {answer.tokens[-1]}" if answer.tokens else "no token"
-        raise RolloutError(
-            f"server {server} ended an answer to prompt {job.ticket.request.prompt.id} ({finish}) after "
-            f"{len(answer.tokens)} tokens with {last}, which is no end that was asked for: it may leave out the "
+            return ServerFailure(server, f"broke off an answer ({finish})", is_transient=True)
+        last = f"token {sequence.token_ids[-1]}" if sequence.token_ids else "no token"
+        return RolloutError(
+            f"server {server} ended an answer to prompt {sequence.prompt.id} ({finish}) after "
+            f"{len(sequence.token_ids)} tokens with {last}, which is no end that was asked for: it may leave out the "
             "end-of-text token (then its answers cannot be trained on), serve another model, have less room for the "
             "sequence, or not know ignore_eos."
         )
 
-    def _routes(self, job: Job, answer: Answer, choice: Mapping[str, Any]) -> RoutedExperts | None:
-        """Of prompt and answer, where this engine has them."""
-        return None
-
-    async def _score(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        return await asyncio.gather(*map(self._score_one, sequences))
-
-    async def _score_one(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+    async def _score(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
         server = self._address()
         # The protocol's way: have the prompt echoed with its log-probs. One token more must be written, and is dropped.
         body = {"model": self._known.model, "prompt": ids.tolist(), "max_tokens": 1, "temperature": 1.0, "seed": 0}
@@ -364,5 +348,5 @@ class RemoteRollout(BaseRollout):
         choices = reply.get("choices") or [{}]
         found = chosen_log_probs(choices[0]) if choices[0].get("logprobs") else []
         if len(found) < len(ids):
-            raise RolloutError(f"server {server} does not tell the log-probs of a prompt (echo with logprobs).")
+            raise RolloutError(f"server {server} does not return the log-probs of a prompt (echo with logprobs).")
         return np.array(found[1 : len(ids)], np.float32)

@@ -1,4 +1,4 @@
-"""What makes training faster on a CUDA device: what transformers does in many passes over data, done in one."""
+"""Faster training on a CUDA device: what transformers does in many passes over data is done in one."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from typing import Any
 
 import torch
 
-_LEAST_CAPABILITY = 8  # of what flash attention runs on
+from practicum.models import unfused_reason
+
+_MIN_CAPABILITY = 8  # for flash attention
 
 
 def speed_up(model: Any, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the model computes with fast layers from now on: its passes must then be given `spans_of` positions."""
+    """Use fast layers where the model can, and return whether it does: its passes then need `spans_of` positions."""
     if device.type != "cuda" or find_spec("triton") is None or torch.version.hip is not None:
         return False
-    if torch.cuda.get_device_capability(device)[0] < _LEAST_CAPABILITY:
+    if torch.cuda.get_device_capability(device)[0] < _MIN_CAPABILITY:
         return False
-    from practicum.train.cuda.layers import can_be_fast, use_fast_layers
+    if unfused_reason(model.config) or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    from practicum.train.cuda.layers import use_fast_layers
 
-    if not can_be_fast(model.config, dtype):
-        return False
     use_fast_layers(model)
     return True

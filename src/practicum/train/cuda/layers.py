@@ -1,7 +1,7 @@
-"""A model whose layers compute the same in fewer passes, with gradients: norms, rotations, gates, attention.
+"""Faster layers of a transformers model, with gradients: norms, rotations, activations and attention in few passes.
 
 Parameters, names and hooks stay. Attention is flash attention over all sequences of a micro-batch end to end, each by
-itself, so no mask is ever built.
+itself, so no mask is built.
 """
 
 from __future__ import annotations
@@ -14,26 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from practicum.train.cuda.kernels import gated, turned
+from practicum.train.cuda.kernels import rotate, silu_mul
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
-"""Whose attention is queries, keys and values, normed or not, rotated by halves: each is tested."""
-_WIDTHS = (16, 32, 64, 128, 256)
-_STILL_ROTATIONS = ("default", "linear", "llama3", "yarn")
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _NAME = "practicum-packed"
 
 
-def can_be_fast(config: Any, dtype: torch.dtype) -> bool:
-    config = config.get_text_config()
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    is_known = config.model_type in FAMILIES and width in _WIDTHS and kind in _STILL_ROTATIONS
-    return is_known and config.hidden_act == "silu" and dtype in (torch.bfloat16, torch.float16)
-
-
 def use_fast_layers(model: Any) -> None:
-    """For a model that `can_be_fast`. Its passes are then given `ends` and `longest` of the sequences."""
+    """Make the model compute with fast layers. Its passes must then be given `ends` and `longest` of the sequences."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(_NAME, _never_called)
@@ -42,15 +30,15 @@ def use_fast_layers(model: Any) -> None:
     config = model.config.get_text_config()
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
-            _take_over(module, partial(_normed, module))
+            _replace(module, partial(_normed, module))
         elif hasattr(module, "q_proj") and hasattr(module, "o_proj"):
             module.forward = partial(_attended, module, _window(module, config))
         elif all(isinstance(getattr(module, name, None), nn.Linear) for name in _GATED):
             module.forward = partial(_mlp, module)
 
 
-def _take_over(norm: Any, kernel: Any) -> None:
-    """If it gives what the module gives."""
+def _replace(norm: Any, kernel: Any) -> None:
+    """Replace the forward of a norm by the kernel, if both give the same."""
     usual = norm.forward
     trial = torch.randn(3, norm.weight.shape[0], generator=torch.Generator().manual_seed(0))
     if len(signature(usual).parameters) == 1 and torch.allclose(kernel(trial), usual(trial), rtol=1e-4, atol=1e-4):
@@ -62,7 +50,7 @@ def _normed(module: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _mlp(module: Any, x: Tensor) -> Tensor:
-    down: Tensor = module.down_proj(gated(module.gate_proj(x), module.up_proj(x)))
+    down: Tensor = module.down_proj(silu_mul(module.gate_proj(x), module.up_proj(x)))
     return down
 
 
@@ -83,7 +71,7 @@ def _attended(
     if getattr(module, "q_norm", None) is not None:
         query, key = module.q_norm(query), module.k_norm(key)
     cosines, sines = (part.flatten(0, 1).contiguous() for part in position_embeddings)
-    query, key = turned(query, cosines, sines), turned(key, cosines, sines)
+    query, key = rotate(query, cosines, sines), rotate(key, cosines, sines)
     out = torch.ops.aten._flash_attention_forward(
         query, key, value, ends, ends, longest, longest, 0.0, True, False,
         scale=module.scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,
@@ -98,7 +86,7 @@ def _window(module: Any, config: Any) -> int | None:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Attention knows by itself what a token may see."""
+    """Build no mask: attention knows what a token may see."""
 
 
 def _never_called(*_: Any, **__: Any) -> None:

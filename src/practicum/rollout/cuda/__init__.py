@@ -1,1 +1,0 @@
-"""The native engine's way on a CUDA device."""

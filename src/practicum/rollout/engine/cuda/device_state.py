@@ -1,0 +1,161 @@
+"""What the device knows of each sequence, by slot, and what it has drawn, on its way to the host."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from practicum.errors import TrainingError
+from practicum.replay.hooks import RouterShape
+from practicum.rollout.engine.sequence import Sequence
+
+_MAX_TOP_K = 2**31 - 1
+_NUM_BUFFERS = 4  # launches that the host has room for
+
+
+class DeviceState:
+    """The last token of each sequence, its position, how the next one is drawn, and the table of its blocks.
+
+    There is one slot more than there are sequences: the last belongs to rows that pad a batch.
+    """
+
+    def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
+        def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros((num_slots + 1, *shape), dtype=dtype, device=device)
+
+        self.num_slots = num_slots
+        self._device = device
+        self.tokens = zeros(torch.int64)
+        self.positions, self.num_prompts, self.top_ks = zeros(torch.int32), zeros(torch.int32), zeros(torch.int32)
+        self.temperatures, self.top_ps = zeros(torch.float32), zeros(torch.float32) + 1
+        self.seeds, self.numbers = zeros(torch.int64), zeros(torch.int64)
+        self.tables = zeros(torch.int32, max_blocks)
+        self._num_blocks = [0] * num_slots  # in the table of each slot
+
+    def begin(self, sequences: Items[Sequence]) -> None:
+        """Take sequences in that have slots and blocks, and are about to be read."""
+        at = self.on_device([sequence.slot for sequence in sequences], np.int64)
+        params = [sequence.params for sequence in sequences]
+        for own, values in (
+            (self.positions, [sequence.num_tokens - 1 for sequence in sequences]),
+            (self.num_prompts, [len(sequence.prompt_ids) for sequence in sequences]),
+            (self.temperatures, [own.temperature for own in params]),
+            (self.top_ks, [min(own.top_k, _MAX_TOP_K) for own in params]),
+            (self.top_ps, [own.top_p for own in params]),
+            (self.seeds, np.array([sequence.seed for sequence in sequences], np.uint64).view(np.int64)),
+            (self.numbers, np.array([sequence.number for sequence in sequences], np.uint64).view(np.int64)),
+        ):
+            own[at] = self.on_device(values, torch.empty(0, dtype=own.dtype).numpy().dtype)
+        for sequence in sequences:
+            self._num_blocks[sequence.slot] = 0
+        self.extend(sequences)
+
+    def extend(self, sequences: Items[Sequence]) -> None:
+        """Write the blocks that sequences have got into their tables."""
+        starts = [self._num_blocks[sequence.slot] for sequence in sequences]
+        more = [sequence.blocks[start:] for sequence, start in zip(sequences, starts, strict=True)]
+        slots = np.repeat([sequence.slot for sequence in sequences], [len(own) for own in more])
+        columns = np.concatenate([start + np.arange(len(own)) for start, own in zip(starts, more, strict=True)])
+        values = np.concatenate([np.asarray(own, np.int64) for own in more])
+        slots, columns, values = self.on_device(np.stack([slots, columns, values]), np.int64)
+        self.tables[slots, columns] = values.to(torch.int32)
+        for sequence in sequences:
+            self._num_blocks[sequence.slot] = len(sequence.blocks)
+
+    def on_device(self, values: Items[float] | NDArray[np.generic], dtype: Any) -> Tensor:
+        """Copy values to the device without waiting for it."""
+        return torch.from_numpy(np.asarray(values, dtype)).pin_memory().to(self._device, non_blocking=True)
+
+
+@dataclass(slots=True)
+class _Launch:
+    sequences: Items[Sequence]
+    buffer: int
+    is_done: torch.cuda.Event
+    routes: Tensor | None  # of the tokens that were read
+    spans: Items[tuple[int, int]] | None  # where in `routes` those of each sequence are; None: one row for each
+
+
+class InFlight:
+    """Launches whose tokens the host has not read: it reads them while the device goes on."""
+
+    def __init__(self, max_rows: int, shape: RouterShape | None, device: torch.device) -> None:
+        self._shape = shape  # of the routes that are kept, if any are
+        self._device = device
+        self.tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)  # as drawn last
+        self.log_probs = torch.zeros(max_rows, dtype=torch.float32, device=device)
+        self.routes = self.empty_routes(max_rows)
+        self._host_tokens = torch.zeros(_NUM_BUFFERS, max_rows, dtype=torch.int32, pin_memory=True)
+        self._host_log_probs = torch.zeros(_NUM_BUFFERS, max_rows, dtype=torch.float32, pin_memory=True)
+        self._launches: deque[_Launch] = deque()
+        self._num_launched = 0
+
+    def __len__(self) -> int:
+        return len(self._launches)
+
+    def clear(self) -> None:
+        self._launches.clear()
+
+    def empty_routes(self, num_tokens: int) -> Tensor | None:
+        """Return room for routes [tokens, layers that route, k] on the device, if they are kept."""
+        if self._shape is None:
+            return None
+        dtype = torch.uint8 if self._shape.dtype is np.uint8 else torch.int32
+        return torch.zeros(num_tokens, len(self._shape.layers), self._shape.k, dtype=dtype, device=self._device)
+
+    def add(
+        self, sequences: Items[Sequence], routes: Tensor | None, spans: Items[tuple[int, int]] | None = None
+    ) -> None:
+        """Start the copies of what was drawn last for the sequences, and of the routes of the tokens that were read."""
+        assert len(self._launches) < _NUM_BUFFERS
+        buffer, num = self._num_launched % _NUM_BUFFERS, len(sequences)
+        self._num_launched += 1
+        self._host_tokens[buffer, :num].copy_(self.tokens[:num], non_blocking=True)
+        self._host_log_probs[buffer, :num].copy_(self.log_probs[:num], non_blocking=True)
+        host_routes = None
+        if routes is not None:
+            host_routes = torch.empty(routes.shape, dtype=routes.dtype, pin_memory=True)
+            host_routes.copy_(routes, non_blocking=True)
+        is_done = torch.cuda.Event()
+        is_done.record()
+        self._launches.append(_Launch(sequences, buffer, is_done, host_routes, spans))
+
+    def collect(self) -> list[tuple[Sequence, int, float]]:
+        """Wait for the oldest launch; return the sequences that have not ended meanwhile, with what was drawn."""
+        launch = self._launches.popleft()
+        launch.is_done.synchronize()
+        num = len(launch.sequences)
+        tokens = self._host_tokens[launch.buffer, :num].tolist()
+        log_probs = self._host_log_probs[launch.buffer, :num].tolist()
+        routes = self._routes_of(launch)
+        found = []
+        for number, (sequence, token, log_prob) in enumerate(zip(launch.sequences, tokens, log_probs, strict=True)):
+            if sequence.finish_reason is not None:  # it has ended in the launch before
+                continue
+            if log_prob != log_prob:
+                raise TrainingError(
+                    "the model's logits are no longer numbers: its weights are spoilt. Go back to a checkpoint from "
+                    "before and lower actor.lr."
+                )
+            if routes is not None:
+                first, last = (number, number + 1) if launch.spans is None else launch.spans[number]
+                own = routes[first:last]
+                if launch.spans is not None:  # a preempted sequence is read again: its first routes are known
+                    own = own[sequence.num_routed :]
+                sequence.routes.append(own.copy())
+                sequence.num_routed += len(own)
+            found.append((sequence, token, log_prob))
+        return found
+
+    def _routes_of(self, launch: _Launch) -> NDArray[np.unsignedinteger[Any]] | None:
+        if launch.routes is None:
+            return None
+        assert self._shape is not None
+        return launch.routes.numpy().astype(self._shape.dtype, copy=False)

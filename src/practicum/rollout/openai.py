@@ -1,0 +1,350 @@
+"""The engine `openai`: answers from any server that speaks the completions protocol and returns tokens and log-probs.
+
+    healthy ─ does not answer, or answers with other weights than it was given ─▶ excluded
+      ▲                                                                             │ answers again
+      └── has the newest weights, and the log-probs of the others ◀── the next update
+
+A server that was ended and started again has the weights it was started with. So an excluded one stays out until it has
+been given new ones; only servers that take none are asked again as soon as they answer. The router in front is told who
+has the newest weights, and sends nothing to the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from collections.abc import Sequence as Items
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from practicum.adapters import LoneAdapters
+from practicum.errors import RolloutError
+from practicum.rollout.engine.sequence import Sequence
+from practicum.rollout.remote.capabilities import probe
+from practicum.rollout.remote.client import CompletionsClient, ServerFailure, Transport
+from practicum.rollout.remote.engine import CONTROL_TIMEOUT_S, RemoteRollout
+from practicum.weights import WeightUpdate
+
+log = logging.getLogger("practicum.rollout")
+_INTERVAL_S = 2.0
+_HEALTH_S = 10.0  # a busy machine takes its time even for this
+_PAUSE_S = 0.5
+_UNKNOWN_PATH = (404, 405, 501)
+_OURS = "practicum"
+
+
+class Servers:
+    """The servers of an engine: which are healthy, which are excluded and why, and which weights they were given.
+
+    `router` is the address of a router in front of them, `control` the client of its control plane.
+    """
+
+    def __init__(
+        self,
+        addresses: Items[str],
+        client: Transport,
+        router: str | None = None,
+        control: CompletionsClient | None = None,
+    ) -> None:
+        self.addresses = list(addresses)
+        self.excluded: dict[str, str] = {}  # and why
+        self.version: int | None = None
+        """Of the weights that they were given; None: they have those they were started with."""
+        self._client = client
+        self._router = router
+        self._control = control
+        self._next = itertools.count()
+        self._refreshing: asyncio.Task[None] | None = None
+
+    @property
+    def healthy(self) -> list[str]:
+        return [server for server in self.addresses if server not in self.excluded]
+
+    def check(self) -> None:
+        """Raise `RolloutError` where no server is healthy."""
+        if not self.healthy:
+            reasons = "; ".join(f"{server}: {reason}" for server, reason in self.excluded.items())
+            raise RolloutError(f"none of rollout.openai.servers can be asked any more. {reasons}.")
+
+    def address(self) -> str:
+        """Return where the next request goes: to the router, or to each server in turn."""
+        self.check()
+        if self._router is not None:
+            return self._router
+        healthy = self.healthy
+        return healthy[next(self._next) % len(healthy)]
+
+    async def exclude(self, server: str, reason: str) -> None:
+        if server in self.excluded:
+            return
+        log.warning("server %s is left out until it is well and has the newest weights: %s", server, reason)
+        self.excluded[server] = reason
+        try:
+            await self._tell_router(url=server, version=0)
+        except ServerFailure as failure:  # its answers say which weights they are from
+            log.warning("the router was not told that %s is excluded: %s", server, failure)
+
+    def include(self, server: str, news: str) -> None:
+        if self.excluded.pop(server, None) is not None:
+            log.warning("server %s is back%s", server, news)
+
+    async def set_version(self, servers: Items[str], version: int) -> None:
+        """Record that these servers, and no others, have the weights of this version now."""
+        self.version = version
+        for server in servers:
+            self.include(server, ", with the newest weights")
+        # Not the version of the weights, which may go back with a checkpoint: nobody must count as newer than this.
+        number = time.time_ns() // 1_000_000
+        for server in servers:
+            await self._tell_router(url=server, version=number)
+        await self._tell_router(version=number)
+
+    async def refresh(self) -> None:
+        """Find out who is healthy, once for all who ask for it at a time."""
+        if self._refreshing is None or self._refreshing.done():
+            self._refreshing = asyncio.get_running_loop().create_task(self._refresh())
+        await asyncio.shield(self._refreshing)
+
+    async def problem(self, server: str, *, minds_version: bool = True) -> str:
+        """Return what keeps a server from being asked; an empty text where nothing does."""
+        try:
+            reply = await self._health(server)
+        except ServerFailure:
+            await asyncio.sleep(_PAUSE_S)
+            try:
+                reply = await self._health(server)
+            except ServerFailure as failure:
+                return str(failure)
+        found = reply.get("weight_version") if isinstance(reply, dict) else None
+        if minds_version and None not in (found, self.version) and found != self.version:
+            return f"it has weights of version {found}, not {self.version}: it may have been started again"
+        return ""
+
+    async def _refresh(self) -> None:
+        # Those that take no weights may be asked again as soon as they answer.
+        asked = self.addresses if self.version is None else self.healthy
+        problems = await asyncio.gather(*map(self.problem, asked))
+        for server, reason in zip(asked, problems, strict=True):
+            if reason:
+                await self.exclude(server, reason)
+            else:
+                self.include(server, "")
+
+    async def _health(self, server: str) -> Any:
+        try:
+            return await self._client.call(server, "GET", "/health", timeout_s=_HEALTH_S)
+        except ServerFailure as failure:
+            if failure.is_transient and (failure.status is None or failure.status >= 500):
+                raise
+            return None  # not everybody knows this path, but whoever says so is there
+
+    async def _tell_router(self, **fields: Any) -> None:
+        if self._control is not None and self._router is not None:
+            await self._control.call(self._router, "POST", "/router/version", fields, _HEALTH_S)
+
+
+class OpenAIRollout(RemoteRollout):
+    """`servers` are addresses such as http://host:8000.
+
+    `model_path` is the model that is trained: its tokenizer and end-of-text tokens count. `model` is what the servers
+    call it; None takes the first they list. `router` is the address of a router in front of the servers; without one
+    requests go to the servers in turn. Sleep, waking up and weights go to each of them. New weights pass through
+    `exchange_dir`, a folder that the servers can read too. `router_token` is for the router's control plane; without
+    it the router is not told who has the newest weights.
+    """
+
+    def __init__(
+        self,
+        servers: Items[str],
+        *,
+        model_path: str,
+        model: str | None = None,
+        api_key_env: str | None = None,
+        router: str | None = None,
+        router_token: str | None = None,
+        max_batch: int = 512,
+        adapters: LoneAdapters | None = None,
+        timeout_s: float = 300.0,
+        exchange_dir: str | None = None,
+    ) -> None:
+        if not servers:
+            raise RolloutError("the openai engine needs the address of a server: set rollout.openai.servers.")
+        addresses = [server_address(server) for server in servers]
+        client = CompletionsClient(api_key=api_key(api_key_env), timeout_s=timeout_s)
+        super().__init__(
+            client, model_path=model_path, max_batch=max_batch, adapters=adapters, exchange_dir=exchange_dir
+        )
+        self._model = model
+        self._control = None if router_token is None else CompletionsClient(api_key=router_token)
+        front = None if router is None else server_address(router)
+        self._servers = Servers(addresses, client, front, self._control)
+        self._probed: set[str] = set()
+        self._returned: set[str] = set()  # servers that got weights with the last update, after they had been excluded
+        self._watching: asyncio.Task[None] | None = None
+
+    async def resume(self) -> None:
+        # Every server is probed, since any of them may get a request; the last one's capabilities count for all.
+        await asyncio.gather(*map(self._probe_or_exclude, self._servers.healthy))
+        self._servers.check()
+        self._is_awake = True
+
+    async def release(self) -> None:
+        self._is_awake = False
+        for server in self._servers.healthy:
+            try:
+                await self._client.call(server, "POST", "/sleep", {}, CONTROL_TIMEOUT_S)
+            except ServerFailure as failure:
+                if failure.status not in _UNKNOWN_PATH:
+                    await self._exclude_or_raise(server, failure)
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._control is not None:
+            await self._control.close()
+        await super().close()
+
+    def submit(self, sequences: list[Sequence]) -> None:
+        super().submit(sequences)
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        if self._known.owner != _OURS:
+            raise RolloutError(
+                f"server {self._name} cannot be given new weights, so a model cannot be trained with its answers. Only "
+                "`practicum serve` can; or use rollout.engine=vllm or native."
+            )
+        await super().update_weights(update)
+
+    async def log_probs(self, sequences: Items[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        assert self._is_awake, "log_probs before resume"
+        if self._known.owner != _OURS:
+            return await super().log_probs(sequences)
+        body = {"token_ids": [ids.tolist() for ids in sequences]}
+        found: list[list[float]] = []
+        for server in sorted(self._servers.healthy, key=lambda server: server in self._returned):
+            try:
+                reply = await self._client.call(server, "POST", "/log_probs", body, CONTROL_TIMEOUT_S)
+            except ServerFailure as failure:
+                await self._exclude_or_raise(server, failure)
+                continue
+            if found and reply["log_probs"] != found:  # what one has taken wrongly, the others cannot excuse
+                if server not in self._returned:
+                    raise RolloutError(f"servers {self._name} do not agree on log-probs: they hold different weights.")
+                await self._servers.exclude(server, "its log-probs are not those of the others")
+                continue
+            found = reply["log_probs"]
+        self._servers.check()
+        return [np.array(one, np.float32) for one in found]
+
+    async def _watch(self) -> None:
+        """Look after the servers while answers are written."""
+        while self._tasks or self._waiting:
+            await asyncio.sleep(_INTERVAL_S)
+            await self._servers.refresh()
+            try:
+                self._servers.check()
+            except RolloutError as error:
+                self._fail(error)
+
+    async def _exclude_or_raise(self, server: str, failure: ServerFailure) -> None:
+        if not failure.is_transient:
+            raise RolloutError(f"{failure}.") from failure
+        await self._servers.exclude(server, str(failure))
+
+    async def _probe_or_exclude(self, server: str) -> None:
+        try:
+            await self._probe(server)
+        except ServerFailure as failure:
+            await self._exclude_or_raise(server, failure)
+        except RolloutError as error:
+            cause = error.__cause__
+            if not isinstance(cause, ServerFailure) or not cause.is_transient:
+                raise
+            await self._servers.exclude(server, str(cause))
+
+    async def _probe(self, server: str) -> None:
+        try:
+            await self._client.call(server, "POST", "/wake_up", {}, CONTROL_TIMEOUT_S)
+        except ServerFailure as failure:
+            if failure.status not in _UNKNOWN_PATH:
+                raise
+        if server not in self._probed:
+            self._capabilities = await probe(self._client, server, self._model, self._tokenizer)
+            self._probed.add(server)
+
+    async def _load(self, folder: str, version: int) -> None:
+        """Give new weights to healthy servers, and to excluded ones that answer again; adapters are merged there."""
+        await self._servers.refresh()
+        excluded = list(self._servers.excluded)
+        returned = await asyncio.gather(*map(self._has_returned, excluded))
+        self._returned = {server for server, is_back in zip(excluded, returned, strict=True) if is_back}
+        asked = [server for server in self._servers.addresses if server in {*self._servers.healthy, *self._returned}]
+
+        async def give(server: str) -> bool:
+            try:
+                body = {"path": folder, "version": version}
+                await self._client.call(server, "POST", "/update_weights", body, CONTROL_TIMEOUT_S)
+            except ServerFailure as failure:
+                if server in self._returned:
+                    await self._servers.exclude(server, str(failure))
+                else:
+                    await self._exclude_or_raise(server, failure)
+                return False
+            return True
+
+        took = await asyncio.gather(*map(give, asked))
+        newest = [server for server, has_taken in zip(asked, took, strict=True) if has_taken]
+        try:
+            await self._servers.set_version(newest, version)
+        except ServerFailure as failure:
+            raise RolloutError(f"the router was not told of new weights: {failure}.") from failure
+        self._servers.check()
+
+    async def _has_returned(self, server: str) -> bool:
+        """Return whether an excluded server answers again as one of ours."""
+        if await self._servers.problem(server, minds_version=False):
+            return False
+        self._probed.discard(server)
+        before = self._capabilities
+        try:
+            await self._probe(server)
+        except (ServerFailure, RolloutError) as failure:
+            log.warning("server %s answers, but is of no use: %s", server, failure)
+        is_same, self._capabilities = self._capabilities == before and server in self._probed, before
+        return is_same
+
+    def _address(self) -> str:
+        return self._servers.address()
+
+    async def _after_failure(self) -> None:
+        await self._servers.refresh()
+
+    def _expects(self, version: int) -> bool:
+        return self._servers.version in (None, version)
+
+    @property
+    def _name(self) -> str:
+        return ", ".join(self._servers.addresses)
+
+
+def server_address(address: str) -> str:
+    """Return the address without a path: many write /v1 behind it."""
+    if not address.startswith(("http://", "https://")):
+        raise RolloutError(f"rollout.openai.servers: {address!r} is no address such as http://host:8000.")
+    return address.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def api_key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise RolloutError(f"rollout.openai.api_key_env={variable}, but there is no such environment variable.")
+    return key

@@ -1,0 +1,333 @@
+"""An engine that answers: POST /v1/completions, /v1/chat/completions, /update_weights and /log_probs.
+
+    request ─ encoder thread: parsed, encoded, checked ─▶ engine, among all others ─▶ events ─ encoder thread ─▶ client
+
+A client that goes away takes its request along: the engine stops writing for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from aiohttp import web
+
+from practicum.errors import ModelError, RolloutError
+from practicum.models import load_model, weight_shapes
+from practicum.rollout.base import BaseRollout
+from practicum.rollout.engine.sequence import Sequence as EngineSequence
+from practicum.rollout.schemas import (
+    ChatReply,
+    ChatRequest,
+    CompletionReply,
+    CompletionRequest,
+    GenerationRequest,
+    LogProbsRequest,
+    UpdateWeightsRequest,
+    Usage,
+)
+from practicum.rollout.server.encoder import TOO_LONG, Encoder, Ids, Limit
+from practicum.rollout.server.errors import BadRequest, HttpError, Unavailable, error_json
+from practicum.rollout.server.replies import Answer, ChatAnswer, CompletionAnswer, new_reply
+from practicum.rollout.server.service import Handler, Service
+from practicum.rollout.server.tools import TAGS
+from practicum.types import PromptGroup, Sample
+from practicum.weights import WeightUpdate
+
+log = logging.getLogger("practicum.server")
+_DEFAULT_TOKENS = 512
+_UPDATE_S = 600.0
+
+
+@dataclass(slots=True)
+class _Event:
+    """Tokens of an answer, or its end: the sample."""
+
+    index: int
+    token_ids: list[int]
+    log_probs: list[float]
+    sample: Sample | None = None
+
+
+@dataclass(slots=True)
+class _Generation:
+    """A request under way. Its answers are those to the first prompt, then those to the second, and so on."""
+
+    request: GenerationRequest
+    groups: list[PromptGroup]
+    answers: list[Answer[Any, Any]]
+    reply: CompletionReply | ChatReply  # without answers
+    arrived: float
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(group.prompt_ids) for group in self.groups)
+
+    def sequences(self, events: asyncio.Queue[_Event | None] | None = None) -> list[EngineSequence]:
+        def listener(index: int) -> Any:
+            if events is None:
+                return None
+            return lambda token_ids, log_probs: events.put_nowait(_Event(index, token_ids, log_probs))
+
+        pairs = [(group, trajectory) for group in self.groups for trajectory in group.trajectories]
+        return [EngineSequence.of(*pair, listener(index)) for index, pair in enumerate(pairs)]
+
+
+class GenerationService(Service):
+    """The engine is this service's alone. `dtype` is the one that new weights are loaded in."""
+
+    def __init__(
+        self,
+        name: str,
+        engine: BaseRollout,
+        *,
+        model_config: Any,
+        tokenizer: Any,
+        dtype: torch.dtype,
+        limits: Sequence[Limit] = (),
+        names: frozenset[str] | None = None,
+        reader: str = "this model",
+    ) -> None:
+        encoder = Encoder(tokenizer, model_config.get_text_config().vocab_size)
+        super().__init__(name, encoder, Limit.of(model_config, tokenizer, *limits), names, reader)
+        self._engine = engine
+        self._dtype = dtype
+        self._shapes = weight_shapes(model_config)
+        self._version = 0
+        self._is_awake = False
+        self._updating = asyncio.Lock()
+        self.metrics.watch("waiting", "Answers the engine has not begun with.", lambda: engine.num_waiting)
+        self.metrics.watch("running", "Answers that are being written.", lambda: engine.num_running)
+        self.metrics.watch("weight_version", "Version of the weights.", lambda: self._version)
+
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        return {
+            "/v1/completions": partial(self._generate, CompletionRequest),
+            "/v1/chat/completions": partial(self._generate, ChatRequest),
+            "/update_weights": self._update_weights,
+            "/log_probs": self._log_probs,
+        }
+
+    @property
+    def is_awake(self) -> bool:
+        return self._is_awake
+
+    @property
+    def num_weight_bytes(self) -> int:
+        return sum(shape.numel() for shape in self._shapes.values()) * self._dtype.itemsize
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    async def sleep(self, timeout_s: float) -> None:
+        async with self._exclusive(timeout_s):
+            await self._engine.release()
+            self._is_awake = False
+
+    async def wake(self, timeout_s: float) -> None:
+        async with self._exclusive(timeout_s):
+            await self._engine.resume()
+            self._is_awake = True
+
+    async def close(self) -> None:
+        self._is_awake = False
+        await self._engine.close()
+        await super().close()
+
+    @asynccontextmanager
+    async def _exclusive(self, timeout_s: float) -> AsyncIterator[None]:
+        try:
+            async with self._engine.exclusive(timeout_s=timeout_s):
+                yield
+        except RolloutError as error:
+            raise Unavailable(f"{error}.") from error
+
+    async def _generate(self, kind: type[GenerationRequest], request: web.Request, data: bytes) -> web.StreamResponse:
+        asked = await self.in_encoder(self._read, kind, data)
+        for group in asked.groups:
+            try:
+                self._engine.check(group)
+            except RolloutError as error:
+                raise BadRequest(str(error)) from error
+        self.metrics.add_tokens(asked.num_prompt_tokens)
+        async with self._engine.writing():
+            if asked.request.stream:
+                return await self._stream(request, asked)
+            samples = []
+            async with aclosing(self._ended(asked.sequences())) as ended:
+                samples = sorted([pair async for pair in ended], key=lambda pair: pair[0])
+        self.metrics.add_tokens(0, sum(len(sample.token_ids) for _, sample in samples))
+        reply = await self.in_encoder(self._reply, asked, [sample for _, sample in samples])
+        return web.Response(body=reply, content_type="application/json")
+
+    async def _ended(self, sequences: list[EngineSequence]) -> AsyncIterator[tuple[int, Sample]]:
+        """Have the answers written; yield each with its index when it ends."""
+        index = {sequence: number for number, sequence in enumerate(sequences)}
+        try:
+            async with aclosing(self._engine.written(sequences)) as written:
+                async for some in written:
+                    for sequence, sample in some:
+                        if sample.finish_reason == "abort":
+                            raise Unavailable("the answer was broken off: the server is about to end.")
+                        yield index[sequence], sample
+        except RolloutError as error:
+            raise Unavailable(f"{error}.") from error
+
+    async def _stream(self, request: web.Request, asked: _Generation) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        num_written, is_first = 0, True
+        async with aclosing(self._events(asked)) as events:
+            await response.prepare(request)
+            try:
+                async for event in events:
+                    if is_first:
+                        self.metrics.first_token(time.monotonic() - asked.arrived)
+                        is_first = False
+                    await response.write(_sent(await self.in_encoder(self._chunk, asked, event)))
+                    if event.sample is not None:
+                        num_written += len(event.sample.token_ids)
+            except ConnectionError:  # the client is gone
+                raise
+            except Exception as error:  # the status has been sent: the client reads it in the stream
+                if not isinstance(error, HttpError):
+                    log.exception("%s %s failed", request.method, request.path)
+                await response.write(_sent(error_json(error)))
+                await response.write_eof()
+                return response
+            finally:
+                self.metrics.add_tokens(0, num_written)
+        if asked.request.stream_options.include_usage:
+            used = {"choices": [], "usage": Usage.of(asked.num_prompt_tokens, num_written)}
+            await response.write(_sent(asked.reply.model_copy(update=used).to_json()))
+        await response.write(_sent(b"[DONE]"))
+        await response.write_eof()
+        return response
+
+    async def _events(self, asked: _Generation) -> AsyncIterator[_Event]:
+        """Yield tokens as they are written, and the end of each answer."""
+        events: asyncio.Queue[_Event | None] = asyncio.Queue()
+
+        async def write() -> None:
+            async with aclosing(self._ended(asked.sequences(events))) as ended:
+                async for index, sample in ended:
+                    events.put_nowait(_Event(index, [], [], sample))
+
+        writing = asyncio.create_task(write())
+        writing.add_done_callback(lambda _: events.put_nowait(None))
+        try:
+            while (event := await events.get()) is not None:
+                yield event
+            writing.result()
+        finally:
+            writing.cancel()
+            await asyncio.wait([writing])
+
+    async def _update_weights(self, request: web.Request, data: bytes) -> web.StreamResponse:
+        body = self.parse(UpdateWeightsRequest, data)
+        async with self._updating:
+            try:
+                model = await asyncio.to_thread(self._loaded, body.path)  # answers are written meanwhile
+            except ModelError as error:
+                raise BadRequest(str(error)) from error
+            version = self._version + 1 if body.version is None else body.version
+            async with self._exclusive(_UPDATE_S):
+                await self._engine.update_weights(WeightUpdate(version, model.named_parameters(), shared=False))
+                self._version = version
+        return web.json_response({"version": version})
+
+    async def _log_probs(self, request: web.Request, data: bytes) -> web.StreamResponse:
+        """Return those of given sequences: whoever sends new weights can see that they have arrived."""
+        sequences = [self.encoder.checked(ids) for ids in self.parse(LogProbsRequest, data).token_ids]
+        if any(not 2 <= len(ids) <= self.limit.num_tokens for ids in sequences):
+            raise BadRequest(f"each of token_ids needs 2 tokens or more, and at most {self.limit.num_tokens}.")
+        async with self._exclusive(_UPDATE_S):
+            version, found = self._version, await self._engine.log_probs(sequences)
+        return web.json_response({"log_probs": [one.tolist() for one in found], "weight_version": version})
+
+    def _loaded(self, path: str) -> Any:
+        model = load_model(path, self._dtype)
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        wrong = next((name for name in {**self._shapes, **shapes} if self._shapes.get(name) != shapes.get(name)), None)
+        if wrong is not None:
+            raise ModelError(
+                f"the weights in {path!r} are of another model: {wrong} is {_described(shapes.get(wrong))}, and "
+                f"{_described(self._shapes.get(wrong))} in the one that is served. Nothing was changed."
+            )
+        return model
+
+    # In the encoder thread
+
+    def _read(self, kind: type[GenerationRequest], data: bytes) -> _Generation:
+        arrived = time.monotonic()
+        request = self.parse(kind, data)
+        ids: list[Ids]
+        if isinstance(request, ChatRequest):
+            tools = request.tools if request.calls_tools else []
+            options = {"tools": tools, "options": request.chat_template_kwargs}
+            ids = [self.encode_chat(request.messages, opens_turn=True, **options)]  # type: ignore[arg-type]
+        else:
+            assert isinstance(request, CompletionRequest)
+            ids = [
+                self.encoder.text(prompt, add_special_tokens=request.add_special_tokens)
+                if isinstance(prompt, str)
+                else self.encoder.checked(prompt)
+                for prompt in request.inputs
+            ]
+        params = request.params(max(self._length(request, one) for one in ids))
+        if isinstance(request, ChatRequest) and request.calls_tools and not request.parallel_tool_calls:
+            stop_ids = (*params.stop_token_ids, *self.encoder.special_ids(TAGS[1:]))
+            params = replace(params, stop=(*params.stop, TAGS[1]), stop_token_ids=stop_ids)
+        answer = ChatAnswer if isinstance(request, ChatRequest) else CompletionAnswer
+        answers = [
+            answer(index, request, self.encoder, ids[index // request.n], in_chunks=request.stream)  # type: ignore[arg-type]
+            for index in range(request.n * len(ids))
+        ]
+        groups = request.to_groups(request.prompts(self.reader), ids, params)
+        return _Generation(request, groups, answers, new_reply(request, self.name), arrived)
+
+    def _length(self, request: GenerationRequest, ids: Ids) -> int:
+        """Return the length of the longest answer to a prompt."""
+        what = "messages have" if isinstance(request, ChatRequest) else "prompt has"
+        length = request.length or min(_DEFAULT_TOKENS, self.limit.num_tokens - len(ids))
+        if length < 1:
+            raise BadRequest(
+                f"the {what} {len(ids)} tokens, which leaves none for the answer: this model takes "
+                f"{self.limit.num_tokens} ({self.limit.reason}).",
+                TOO_LONG,
+            )
+        self.limit.check(len(ids) + length, f"the {what} {len(ids)} tokens and the answer up to {length}: together")
+        return length
+
+    def _reply(self, asked: _Generation, samples: Sequence[Sample]) -> bytes:
+        num_written = sum(len(sample.token_ids) for sample in samples)
+        choices = [answer.finish(sample) for answer, sample in zip(asked.answers, samples, strict=True)]
+        fields = {
+            "choices": choices,
+            "usage": Usage.of(asked.num_prompt_tokens, num_written),
+            "weight_version": max(choice.weight_version for choice in choices),
+        }
+        return asked.reply.model_copy(update=fields).to_json()
+
+    def _chunk(self, asked: _Generation, event: _Event) -> bytes:
+        answer = asked.answers[event.index]
+        done = event.sample is not None
+        choice = answer.finish(event.sample) if done else answer.add(event.token_ids, event.log_probs)
+        return asked.reply.model_copy(update={"choices": [choice]}).to_json()
+
+
+def _sent(data: bytes) -> bytes:
+    """Return an event of a stream."""
+    return b"data: " + data + b"\n\n"
+
+
+def _described(shape: torch.Size | None) -> str:
+    return "not there" if shape is None else f"of shape {list(shape)}"

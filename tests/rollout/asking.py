@@ -1,0 +1,33 @@
+"""Prompt groups for engines behind servers, and their samples."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from practicum.rollout.base import BaseRollout
+from practicum.types import Prompt, PromptGroup, Sample, SamplingParams
+
+T = TypeVar("T")
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(coroutine)
+
+
+def ask(
+    params: SamplingParams, prompt: Sequence[int] = (5, 6, 7), seed: int = 0, name: str | None = None
+) -> PromptGroup:
+    name = name or f"p{seed}"
+    return PromptGroup(name, Prompt(name, text="x"), np.array(prompt, np.int32), params, seed)
+
+
+def written(engine: BaseRollout, *groups: PromptGroup) -> list[Sample]:
+    return [sample for group in engine.generate_all(groups) for sample in group.samples]
+
+
+def tokens(samples: Sequence[Sample]) -> list[list[int]]:
+    return [sample.token_ids.tolist() for sample in samples]

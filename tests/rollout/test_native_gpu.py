@@ -1,7 +1,8 @@
-"""The native engine on a CUDA device with the runner for CPUs: its slow way there."""
+"""The native engine on a CUDA device with the runner for models that the one for CUDA does not support."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model: Path) -> Any:
+def engine(tiny_model: Path) -> Iterator[NativeRollout]:
     engine = NativeRollout(str(tiny_model), device=torch.device("cuda"), dtype=torch.float32, max_batch=5)
     run(engine.resume())
-    return engine
+    yield engine
+    run(engine.close())
 
 
 class TestContract(EngineContract):
@@ -51,7 +53,8 @@ def test_every_family_writes_as_generate_does(family: str, dtype: torch.dtype, t
         assert tokens_of(written(engine, odd_groups(greedy))) == tokens_of(written(theirs, odd_groups(greedy)))
     else:
         whole = [np.concatenate([sample.prompt_ids, sample.token_ids]) for sample in samples]
-        gaps = [np.abs(a - b) for a, b in zip(*(run(each.log_probs(whole)) for each in (engine, theirs)), strict=True)]
+        both = [run(one.log_probs(whole)) for one in (engine, theirs)]
+        gaps = [np.abs(a - b) for a, b in zip(*both, strict=True)]
         assert float(np.mean(np.concatenate(gaps))) < 0.1
 
 
@@ -60,10 +63,11 @@ def test_asleep_it_holds_no_memory_of_the_device(tiny_model: Path) -> None:
     before = torch.cuda.memory_allocated()
     engine = NativeRollout(str(tiny_model), device=torch.device("cuda"), dtype=torch.float32, max_batch=64)
     run(engine.resume())
-    asked = SamplingParams(20, num_answers=4)
-    expected = tokens_of(written(engine, odd_groups(asked)))
+    params = SamplingParams(20, num_answers=4)
+    expected = tokens_of(written(engine, odd_groups(params)))
     awake = torch.cuda.memory_allocated()
     run(engine.release())
     assert torch.cuda.memory_allocated() - before < 0.05 * (awake - before)
     run(engine.resume())
-    assert tokens_of(written(engine, odd_groups(asked))) == expected
+    assert tokens_of(written(engine, odd_groups(params))) == expected
+    run(engine.close())

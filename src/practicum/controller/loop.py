@@ -60,18 +60,15 @@ def run_sync(coroutine: Coroutine[Any, Any, R], loop: asyncio.AbstractEventLoop 
         raise
 
 
-def run_or_begin(coroutine: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop | None = None) -> None:
-    """Run a coroutine as `run_sync` does; on the loop itself, which cannot wait, begin it.
-
-    A loop that no longer runs is replaced by the driver's.
-    """
-    loop = loop if loop is not None and loop.is_running() else driver_loop()
-    if running_loop() is loop:
+def run_or_begin(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine as `run_sync` does; on an event loop, which cannot wait for it, begin it."""
+    loop = running_loop()
+    if loop is None:
+        run_sync(coroutine)
+    else:
         task = loop.create_task(coroutine)
         _begun.add(task)  # a loop alone does not keep its tasks
         task.add_done_callback(_begun.discard)
-    else:
-        run_sync(coroutine, loop)
 
 
 def _forget_loop() -> None:

@@ -6,7 +6,8 @@ import asyncio
 import concurrent.futures
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 R = TypeVar("R")
@@ -58,6 +59,53 @@ def run_sync(coroutine: Coroutine[Any, Any, R], loop: asyncio.AbstractEventLoop 
             loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
             concurrent.futures.wait([future])
         raise
+
+
+def iterate(items: AsyncGenerator[R, None]) -> Iterator[R]:
+    """Return the items of an async generator, which runs on the driver's loop.
+
+    All of it runs in one task, so that it may hold time-outs and task groups from one item to the next. It computes an
+    item when that is asked for. Closing the iterator, or an interrupt while it waits, closes the generator.
+    """
+    tasks: list[asyncio.Task[Any] | None] = []
+    asked: asyncio.Queue[concurrent.futures.Future[R] | None] = asyncio.Queue()
+
+    async def serve() -> None:
+        tasks.append(asyncio.current_task())
+        async with aclosing(items):
+            while (reply := await asked.get()) is not None:
+                try:
+                    reply.set_result(await anext(items))
+                except StopAsyncIteration:
+                    reply.cancel()
+                    return
+                except asyncio.CancelledError:
+                    reply.cancel()
+                    raise
+                except BaseException as error:
+                    reply.set_exception(error)
+                    return
+
+    loop = driver_loop()
+    serving = asyncio.run_coroutine_threadsafe(serve(), loop)
+    try:
+        while True:
+            reply: concurrent.futures.Future[R] = concurrent.futures.Future()
+            loop.call_soon_threadsafe(asked.put_nowait, reply)
+            try:
+                item = reply.result()
+            except concurrent.futures.CancelledError:
+                return
+            yield item
+    except GeneratorExit:
+        loop.call_soon_threadsafe(asked.put_nowait, None)
+        raise
+    except BaseException:
+        # The task, not `serving`: that would be done at once, before the generator has ended.
+        loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks if task is not None])
+        raise
+    finally:
+        concurrent.futures.wait([serving])
 
 
 def run_or_begin(coroutine: Coroutine[Any, Any, None]) -> None:

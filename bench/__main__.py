@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from bench.harness import ROOT, BenchError, Options, Outcome, UsageError, environment, print_table, write_json
+from bench.harness import RESULTS, BenchError, Options, Outcome, UsageError, environment, print_table, write_json
 
 _MODULES = {
     "grpo": "grpo",
@@ -27,7 +27,6 @@ BENCHMARKS: dict[str, Callable[[Options], Outcome]] = {
     for name, module in _MODULES.items()
 }
 TAKE_ARGUMENTS = {"router"}  # for our side, with --ours
-RESULTS = ROOT / "bench" / "results"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

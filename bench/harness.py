@@ -5,10 +5,13 @@ How contestants are run against each other is in turns.py.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
 
 
 class BenchError(Exception):
@@ -147,6 +151,36 @@ def _version(package: str) -> str | None:
 def write_json(path: Path, rows: Sequence[Row], where: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"environment": where, "rows": [row.as_dict() for row in rows]}, indent=2) + "\n")
+
+
+def run_parts(name: str, parts: Mapping[str, Callable[[], list[Row]]], out: Path, where: Mapping[str, Any]) -> int:
+    """Measure the parts of a benchmark on a device; return the exit code. A part that fails is named in the file, and
+    the others are measured all the same: time on such a machine is dear."""
+    rows: list[Row] = []
+    failed: dict[str, str] = {}
+    seconds: dict[str, float] = {}
+    for part, measure in parts.items():
+        began = time.monotonic()
+        try:
+            rows += measure()
+        except Exception as error:
+            traceback.print_exc()
+            failed[part] = f"{type(error).__name__}: {error}"
+        free_memory()
+        seconds[part] = round(time.monotonic() - began, 1)
+        print(f"{part}: {seconds[part]} s", flush=True)
+        write_json(out / f"{name}.json", rows, {**where, "seconds_of_parts": seconds, "failed": failed})
+    print_table(name, rows)
+    return 1 if failed else 0
+
+
+def free_memory() -> None:
+    """Give back memory of the device that nothing holds any more."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def print_table(title: str, rows: Sequence[Row], console: Console | None = None) -> None:

@@ -100,7 +100,7 @@ def prepare(folder: Path, seed: int = 0) -> None:
     write_problems(folder / "train.jsonl", train)
     write_problems(folder / "held-out.jsonl", held_out)
     small = {"num_hidden_layers": 1, "layer_types": None, "hidden_size": 32, "moe_intermediate_size": 16}
-    shape = {**make_model(seed).config.to_dict(), **small, "num_experts": 4, "head_dim": 8}
+    shape = {**make_model(seed).config.to_dict(), **small, "num_experts": 4, "head_dim": 8, "dtype": "float32"}
     save_random(folder / "model", shape.pop("model_type"), make_tokenizer(), seed=seed, **shape)
 
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from practicum.rollout.agent.driver import ConversationDriver
+from practicum.rollout.runner import EngineRunner, Order
 
 from practicum import Sample
 from practicum.config import AgentConfig
 from practicum.models import load_model, load_tokenizer, save_model
-from practicum.rollout.agent.driver import ConversationDriver
 from practicum.rollout.native import NativeRollout
-from practicum.rollout.runner import EngineRunner, Order
 from practicum.types import Message, Prompt, RolloutRequest, SamplingParams
 
 END, USER, TOOL, BOT = "<end>", "<user>", "<tool>", "<bot>"

@@ -107,6 +107,10 @@ class RouteRecorder:
         experts.sort(axis=-1)
         return experts
 
+    def discard(self) -> None:
+        """Forget what was chosen since the last `take`, if anything was."""
+        self._chosen.clear()
+
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()

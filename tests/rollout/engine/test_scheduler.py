@@ -98,10 +98,12 @@ def test_slots_and_blocks_bound_what_is_admitted() -> None:
 
 def test_a_block_is_kept_for_each_of_those_under_way() -> None:
     own = scheduler(4)
-    own.add(answers(2, 2))
+    own.add([*answers(2, 1), *answers(2, 1), *answers(2, 1, max_new=1)])
     own.admit()
     own.add(answers(2))
-    assert own.admit() == [] and own.num_free_blocks == 2
+    assert own.admit() == [] and own.num_free_blocks == 1
+    own.remove([own.running[0]])
+    assert sizes(own.admit()) == [1]  # the last of those under way needs no more
 
 
 def test_sequences_grow_all_or_none() -> None:

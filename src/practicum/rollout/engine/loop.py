@@ -87,7 +87,7 @@ class LocalRollout(BaseRollout):
         """Give all memory back. What is under way fails."""
         if not self._is_closed:
             shut = self._call(self._shut)
-            self._is_closed = True
+            self._is_closed, self._is_awake = True, False
             await shut
             self._commands.put(None)
 

@@ -1,14 +1,20 @@
-"""Prompt groups to be answered, and samples to be learnt from, of random tokens."""
+"""Prompt groups to be answered, engines that answer them, and samples to be learnt from, all of random tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from practicum.rollout.base import BaseRollout
+from practicum.rollout.engines import EngineSettings, make_engine
 from practicum.types import Prompt, PromptGroup, Sample, SamplingParams
+from practicum.weights import WeightUpdate
 
 PROMPT_TEXT = "a made-up prompt"
 
@@ -24,6 +30,21 @@ def groups_of(
     random = np.random.default_rng(seed)
     lengths = random.integers(prompt_tokens[0], prompt_tokens[1] + 1, num)
     return [group_of(i, random.integers(2, vocabulary, n), params, seed + i) for i, n in enumerate(lengths)]
+
+
+@contextmanager
+def native_engine(
+    model: Path | str, *, device: str = "cpu", weights: WeightUpdate | None = None, **options: Any
+) -> Iterator[BaseRollout]:
+    """Yield the native engine, awake, with these weights instead of the model's if they are given."""
+    engine = make_engine(EngineSettings("native", str(model), device=device, **options))
+    try:
+        if weights is not None:
+            asyncio.run(engine.update_weights(weights))
+        asyncio.run(engine.resume())
+        yield engine
+    finally:
+        asyncio.run(engine.close())
 
 
 def written(engine: BaseRollout, groups: Sequence[PromptGroup]) -> list[Sample]:

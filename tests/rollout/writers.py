@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,18 +13,9 @@ from numpy.typing import NDArray
 from practicum.errors import WeightsGone
 from practicum.models import load_model
 from practicum.rollout.engines import EngineSettings
-from practicum.types import Prompt, RolloutRequest, SamplingParams
 from practicum.weights import ChannelSettings, Place, Ticket, choose, open_sender
 
 _THREADS = ThreadPoolExecutor(1)
-
-
-def requests_of(num: int, max_new_tokens: int = 8, num_answers: int = 1, **more: Any) -> list[RolloutRequest]:
-    params = SamplingParams(max_new_tokens, num_answers=num_answers, ignore_eos=True)
-    return [
-        RolloutRequest(Prompt(str(i), text="1"), np.array([5, 6, 3 + i % 9], np.int32), params, seed=i, **more)
-        for i in range(num)
-    ]
 
 
 def hf_settings(model: Path, max_batch: int = 16) -> EngineSettings:

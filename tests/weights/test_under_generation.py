@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from practicum.models import load_model, load_tokenizer
+from practicum.rollout.engine.sequence import Sequence
 from practicum.rollout.hf import HFRollout
-from practicum.rollout.runner import EngineRunner, Order
-from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams
+from practicum.types import Prompt, PromptGroup, Sample, SamplingParams
 from practicum.weights import ChannelSettings, WeightReceiver
 from tests.weights.sending import DEADLINE_S, REMOTE, TrainerProcess, scaled
 
@@ -31,81 +31,70 @@ def weights(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Crowd:
-    """Keeps a few requests under way at all times."""
+    """Keeps four requests under way at all times."""
 
-    def __init__(self, runner: EngineRunner, tokenizer: Any) -> None:
+    def __init__(self, engine: HFRollout, tokenizer: Any) -> None:
         self.samples: list[Sample] = []
-        self.failures: list[Exception] = []
-        self.news = threading.Condition()
-        self._runner = runner
+        self.is_over = False
+        self._engine = engine
         self._tokenizer = tokenizer
         self._num_asked = 0
-        self.num_open = 0
-        self.is_over = False
-        self._in_the_midst = False
+        self._in_the_midst = asyncio.Event()
 
-    def ask(self) -> None:
-        with self.news:
+    async def ask(self) -> None:
+        while not self.is_over:
             self._num_asked += 1
             seed = self._num_asked
-            self.num_open += PARAMS.num_answers
-        text = f"{seed % 10}+{seed % 7}="
-        ids = np.array(self._tokenizer(text)["input_ids"], np.int32)
-        request = RolloutRequest(Prompt(f"{seed}", text=text), ids, PARAMS, seed)
-        self._runner.submit(Order(request, self._on_sample, self.failures.append, self._on_tokens))
+            text = f"{seed % 10}+{seed % 7}="
+            group = PromptGroup(
+                f"{seed}",
+                Prompt(f"{seed}", text=text),
+                np.array(self._tokenizer(text)["input_ids"], np.int32),
+                PARAMS,
+                seed,
+            )
+            async with self._engine.writing():
+                sequences = [Sequence.of(group, own, self._on_tokens) for own in group.trajectories]
+                self.samples += await self._engine.write(sequences)
 
-    def _on_sample(self, answer: int, sample: Sample) -> None:
-        with self.news:
-            self.samples.append(sample)
-            self.num_open -= 1
-            self.news.notify_all()
-            goes_on = answer == 0 and not self.is_over
-        if goes_on:
-            self.ask()
+    def _on_tokens(self, tokens: list[int], log_probs: list[float]) -> None:
+        self._in_the_midst.set()
 
-    def _on_tokens(self, answer: int, tokens: list[int], log_probs: list[float]) -> None:
-        with self.news:
-            self._in_the_midst = True
-            self.news.notify_all()
-
-    def wait(self) -> None:
+    async def wait(self) -> None:
         """Until enough is written, and more is being written."""
-        with self.news:
-            enough = len(self.samples) + ENOUGH
-            assert self.news.wait_for(lambda: len(self.samples) >= enough or self.failures, DEADLINE_S)
-            self._in_the_midst = False
-            assert self.news.wait_for(lambda: self._in_the_midst or self.failures, DEADLINE_S)
-
-    def finish(self) -> None:
-        with self.news:
-            self.is_over = True
-            assert self.news.wait_for(lambda: not self.num_open or self.failures, DEADLINE_S)
+        enough = len(self.samples) + ENOUGH
+        async with asyncio.timeout(DEADLINE_S):
+            while len(self.samples) < enough:
+                await asyncio.sleep(0.005)
+            self._in_the_midst.clear()
+            await self._in_the_midst.wait()
 
 
-def written(channel: str, *, is_partial: bool, model: Path, weights: Path, folder: Path) -> list[Sample]:
+async def written(channel: str, *, is_partial: bool, model: Path, weights: Path, folder: Path) -> list[Sample]:
     engine = HFRollout(str(model), device=torch.device("cpu"), dtype=torch.float32, max_batch=4)
-    engine.resume()
+    await engine.resume()
     receiver = WeightReceiver(DEADLINE_S)
-    runner = EngineRunner(engine, is_partial=is_partial)
-    crowd = Crowd(runner, load_tokenizer(str(model)))
+    crowd = Crowd(engine, load_tokenizer(str(model)))
     try:
         with TrainerProcess(channel, ChannelSettings(DEADLINE_S, folder=str(folder))) as trainer:
-            for _ in range(4):
-                crowd.ask()
+            asking = [asyncio.create_task(crowd.ask()) for _ in range(4)]
             for version in VERSIONS:
-                crowd.wait()
-                update, sending = trainer.pass_on(receiver, version, scaled, str(weights), version)
-                runner.between(lambda update=update: engine.update_weights(update), DEADLINE_S)
-                sending.result(DEADLINE_S)
-            crowd.wait()
-            crowd.finish()
+                await crowd.wait()
+                update, sending = await asyncio.to_thread(
+                    trainer.pass_on, receiver, version, scaled, str(weights), version
+                )
+                async with engine.exclusive(abort=is_partial, timeout_s=DEADLINE_S):
+                    await engine.update_weights(update)
+                await asyncio.wrap_future(sending)
+            await crowd.wait()
+            crowd.is_over = True
+            await asyncio.gather(*asking)
     finally:
-        runner.close()
-    assert not crowd.failures
+        await engine.close()
     return crowd.samples
 
 
-def assert_told_the_truth(samples: list[Sample], model: Path, weights: Path) -> None:
+def assert_log_probs_are_of_their_versions(samples: list[Sample], model: Path, weights: Path) -> None:
     """The log-prob of each token is that of the weights it says it was written with."""
     models = {version: load_model(str(model)).eval() for version in (0, *VERSIONS)}
     for version, own in models.items():
@@ -122,19 +111,19 @@ def assert_told_the_truth(samples: list[Sample], model: Path, weights: Path) -> 
 
 @pytest.mark.parametrize("channel", REMOTE)
 def test_no_answer_mixes_versions(channel: str, tiny_model: Path, weights: Path, tmp_path: Path) -> None:
-    samples = written(channel, is_partial=False, model=tiny_model, weights=weights, folder=tmp_path)
+    samples = asyncio.run(written(channel, is_partial=False, model=tiny_model, weights=weights, folder=tmp_path))
     assert all(len(set(sample.versions.tolist())) == 1 for sample in samples)
     assert {int(sample.versions[0]) for sample in samples} == {0, *VERSIONS}
-    assert_told_the_truth(samples, tiny_model, weights)
+    assert_log_probs_are_of_their_versions(samples, tiny_model, weights)
 
 
 @pytest.mark.parametrize("channel", REMOTE)
 def test_partial_answers_go_on_with_the_new_version(
     channel: str, tiny_model: Path, weights: Path, tmp_path: Path
 ) -> None:
-    samples = written(channel, is_partial=True, model=tiny_model, weights=weights, folder=tmp_path)
+    samples = asyncio.run(written(channel, is_partial=True, model=tiny_model, weights=weights, folder=tmp_path))
     assert all((np.diff(sample.versions) >= 0).all() for sample in samples)
     assert all(len(sample.token_ids) == PARAMS.max_new_tokens for sample in samples)
     mixed = [sample for sample in samples if len(set(sample.versions.tolist())) > 1]
     assert mixed
-    assert_told_the_truth([*mixed, *samples], tiny_model, weights)
+    assert_log_probs_are_of_their_versions([*mixed, *samples], tiny_model, weights)

@@ -10,7 +10,7 @@ A replica of its own can be started again; the trainer's processes cannot, witho
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,13 +58,13 @@ class RolloutReplica:
     ) -> RolloutReplica:
         """Start a replica on the places of a pool, or without one in this process."""
         name = f"rollout-{number}"
-        group: WorkerGroup[RolloutWorker]
-        if pool is None:
-            group = LocalWorkerGroup(packed, name=name, timeout_s=timeout_s)
-        else:
-            times = {"start_timeout_s": start_timeout_s, "timeout_s": timeout_s}
-            group = await asyncio.to_thread(RayWorkerGroup, pool, packed, name=name, **times)
-        return cls(number, group, is_own=True, timeout_s=timeout_s)
+
+        def start() -> WorkerGroup[RolloutWorker]:
+            if pool is None:
+                return LocalWorkerGroup(packed, name=name, timeout_s=timeout_s)
+            return RayWorkerGroup(pool, packed, name=name, start_timeout_s=start_timeout_s, timeout_s=timeout_s)
+
+        return cls(number, await asyncio.to_thread(start), is_own=True, timeout_s=timeout_s)
 
     @property
     def name(self) -> str:
@@ -75,7 +75,7 @@ class RolloutReplica:
         """The number of ranks, each of which writes by itself."""
         return self._group.world_size
 
-    def generate(self, rank: int, groups: list[PromptGroup]) -> AsyncIterator[list[PromptGroup]]:
+    def generate(self, rank: int, groups: list[PromptGroup]) -> AsyncGenerator[list[PromptGroup], None]:
         """See `RolloutWorker.generate`. Closing the iterator aborts what is left."""
         return self._group.with_timeout(_UNBOUNDED_S).stream(rank, RolloutWorker.generate, groups)
 
@@ -101,15 +101,9 @@ class RolloutReplica:
     async def restart(self) -> None:
         """Start it again from its model's files; it is asleep then."""
         self.num_restarts += 1
-        await self._do(self._group.restart)
+        await asyncio.to_thread(self._group.restart)
 
     async def end(self) -> None:
         """End the processes of a replica of its own."""
         if self.is_own:
-            await self._do(self._group.shutdown)
-
-    async def _do(self, function: Callable[[], None]) -> None:
-        if isinstance(self._group, LocalWorkerGroup):  # whose workers belong to this thread
-            function()
-        else:
-            await asyncio.to_thread(function)
+            await asyncio.to_thread(self._group.shutdown)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -27,18 +23,7 @@ def make_model(num_layers: int, width: int, dtype: torch.dtype = torch.bfloat16)
     return model.requires_grad_(False)
 
 
-def fastest_s(function: Callable[[], Any], times: int = 3) -> float:
-    taken = []
-    for _ in range(times):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        function()
-        torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
-    return min(taken)
-
-
-def test_asleep_the_memory_is_the_devices_again_and_awake_the_output_is_the_same() -> None:
+def test_sleep_gives_the_memory_back_and_awake_the_output_is_the_same() -> None:
     model = make_model(16, 4096)  # 537 MB: two pinned blocks and more
     weights = SleepingWeights(model, DEVICE, lambda: pytest.fail("files are not needed"))
     assert not weights.is_awake
@@ -53,23 +38,6 @@ def test_asleep_the_memory_is_the_devices_again_and_awake_the_output_is_the_same
         weights.wake()
         assert torch.equal(model(x), before)
         assert model.scale.tolist() == [2.0] * 3
-
-
-def test_waking_takes_little_longer_than_one_copy_of_all_bytes() -> None:
-    weights = SleepingWeights(make_model(64, 4096), DEVICE, lambda: pytest.fail("files are not needed"))  # 2.1 GB
-    weights.wake()
-
-    def sleep_and_wake() -> float:
-        weights.sleep()
-        return fastest_s(weights.wake, times=1)
-
-    woken_s = min(sleep_and_wake() for _ in range(5))
-    weights.sleep()
-    host = torch.empty(weights.num_bytes, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty_like(host, device=DEVICE)
-    copied_s = fastest_s(lambda: there.copy_(host, non_blocking=True))
-    print(f"wake {woken_s:.4f} s, one copy {copied_s:.4f} s, {weights.num_bytes / copied_s / 1e9:.1f} GB/s")
-    assert woken_s < 1.2 * copied_s + 0.005  # the allocation itself takes some milliseconds
 
 
 def test_a_device_that_is_full_leaves_it_asleep() -> None:

@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from practicum.rollout.inbox import Inbox, Ticket
-from practicum.rollout.remote.folders import write_folder
-from practicum.rollout.remote.vllm import VllmRollout
 
 from practicum.adapters import LoneAdapters, LoraSettings, adapters_alone, adapters_of
 from practicum.errors import RolloutError
-from practicum.models import load_model
-from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams
-from practicum.weights import CheckedEngine, Fingerprint, WeightUpdate
+from practicum.models import export_model, load_model
+from practicum.rollout.engine.sequence import Sequence
+from practicum.rollout.vllm.engine import VllmRollout
+from practicum.types import PromptGroup, Sample, SamplingParams
+from practicum.weights import Fingerprint, WeightUpdate
+from tests.rollout import asking
+from tests.rollout.asking import run, written
 from tests.rollout.contract import EngineContract
 from tests.test_adapters import save, stirred
 
@@ -59,12 +60,12 @@ def save_model(folder: Path, family: str) -> Path:
 def started(path: Path, **settings: Any) -> VllmRollout:
     options = {"enforce_eager": True}
     engine = VllmRollout(str(path), options=options, cache_gb=1, start_timeout_s=280, **settings)
-    engine.resume()
+    run(engine.resume())
     return engine
 
 
-def ask(params: SamplingParams, seed: int = 0) -> RolloutRequest:
-    return RolloutRequest(Prompt(f"p{seed}", text="x"), np.arange(2, 6 + seed, dtype=np.int32), params, seed)
+def ask(params: SamplingParams, seed: int = 0) -> PromptGroup:
+    return asking.ask(params, range(2, 6 + seed), seed)
 
 
 def log_probs_of(model: Any, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
@@ -76,7 +77,7 @@ def log_probs_of(model: Any, ids: np.ndarray, temperature: float = 1.0) -> np.nd
 
 
 def gap(engine: VllmRollout, model: Any) -> float:
-    pairs = zip(engine.log_probs(SEQUENCES), SEQUENCES, strict=True)
+    pairs = zip(run(engine.log_probs(SEQUENCES)), SEQUENCES, strict=True)
     return float(max(np.abs(found - log_probs_of(model, ids)).max() for found, ids in pairs))
 
 
@@ -86,17 +87,15 @@ def answer_gap(sample: Sample, model: Any, temperature: float) -> float:
     return float(np.abs(sample.log_probs - expected).max())
 
 
-def broken_off(engine: VllmRollout, request: RolloutRequest) -> Sample:
+def aborted(engine: VllmRollout, group: PromptGroup) -> Sample:
     """As soon as its first token is there."""
-    inbox, found = Inbox(), list[Sample]()
-    assert inbox.put(Ticket(request, lambda _, sample: found.append(sample), lambda *tokens: inbox.abort()))
-    engine.write(inbox)
-    return found[0]
+    sequence = Sequence.of(group, group.trajectories[0], lambda *_: engine.abort([sequence]))
+    return run(engine.write([sequence]))[0]
 
 
-def reload_as_vllm_does(engine: VllmRollout, folder: str) -> None:
-    """Without what `vllm_worker` does about it: wrong for mixtures of experts on the CPU."""
-    engine._call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+async def reload_as_vllm_does(engine: VllmRollout, folder: str) -> None:
+    """Without what vllm/worker.py does about it: wrong for mixtures of experts on the CPU."""
+    await engine._call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
 
 
 def check_routes(path: Path, **settings: Any) -> None:
@@ -104,9 +103,9 @@ def check_routes(path: Path, **settings: Any) -> None:
     model = load_model(str(path)).eval()
     engine = started(path, keep_routes=True, **settings)
     try:
-        samples = engine.generate([ask(SamplingParams(6, num_answers=2, ignore_eos=True), seed) for seed in range(2)])
+        samples = written(engine, *(ask(SamplingParams(6, num_answers=2, ignore_eos=True), seed) for seed in range(2)))
     finally:
-        engine.close()
+        run(engine.close())
     chosen: list[torch.Tensor] = []
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_hook(lambda module, inputs, output: chosen.append(output[2]))
@@ -134,16 +133,18 @@ def check_adapters(path: Path, folder: Path, **settings: Any) -> None:
             before = copy.deepcopy(learner)
             for parameter in adapters_of(learner).values():
                 torch.nn.init.normal_(parameter, std=0.1)
-            engine.update_weights(WeightUpdate(version, adapters_alone(learner, torch.Tensor.detach), shared=False))
+            run(
+                engine.update_weights(WeightUpdate(version, adapters_alone(learner, torch.Tensor.detach), shared=False))
+            )
             assert gap(engine, learner) < 5e-5 < 0.01 < gap(engine, before)
             for params in (SamplingParams(12, num_answers=2, ignore_eos=True), SamplingParams(12, 0.0)):
-                for sample in engine.generate([ask(params)]):
+                for sample in written(engine, ask(params)):
                     assert answer_gap(sample, learner, 1.0) < 5e-5 and set(sample.versions.tolist()) == {version}
-        engine.release()
-        engine.resume()
+        run(engine.release())
+        run(engine.resume())
         assert gap(engine, learner) < 5e-5
     finally:
-        engine.close()
+        run(engine.close())
 
 
 class VllmContract(EngineContract):
@@ -156,7 +157,7 @@ class VllmContract(EngineContract):
     def engine(cls, tiny_model: Path) -> Iterator[VllmRollout]:
         engine = started(tiny_model, **cls.where)
         yield engine
-        engine.close()
+        run(engine.close())
 
 
 class VllmChecks:
@@ -170,7 +171,7 @@ class VllmChecks:
         path = save_model(tmp_path_factory.mktemp("vllm"), request.param)
         engine = started(path, **cls.where)
         yield engine, load_model(str(path)).eval()
-        engine.close()
+        run(engine.close())
 
     @pytest.mark.parametrize(
         "drawing",
@@ -182,14 +183,14 @@ class VllmChecks:
     ) -> None:
         engine, model = real
         params = SamplingParams(24, num_answers=4, **drawing)
-        samples = engine.generate([ask(params, seed) for seed in range(4)])
+        samples = written(engine, *(ask(params, seed) for seed in range(4)))
         assert max(answer_gap(sample, model, params.temperature or 1.0) for sample in samples) < 5e-5
-        again = engine.generate([ask(params, seed) for seed in range(4)])
+        again = written(engine, *(ask(params, seed) for seed in range(4)))
         assert [s.token_ids.tolist() for s in again] == [s.token_ids.tolist() for s in samples]
 
     def test_greedy_answers_equal_those_of_generate(self, real: tuple[VllmRollout, Any]) -> None:
         engine, model = real
-        for sample in engine.generate([ask(SamplingParams(16, 0.0), seed) for seed in range(4)]):
+        for sample in written(engine, *(ask(SamplingParams(16, 0.0), seed) for seed in range(4))):
             ids = torch.from_numpy(sample.prompt_ids.astype(np.int64))[None]
             expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
             assert sample.token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
@@ -197,20 +198,24 @@ class VllmChecks:
     def test_stops_and_what_is_left_of_an_abort(self, real: tuple[VllmRollout, Any]) -> None:
         engine, model = real
         free = SamplingParams(24, 0.0, ignore_eos=True)
-        (whole,) = engine.generate([ask(free)])
+        (whole,) = written(engine, ask(free))
         token = int(whole.token_ids[5])
         first = whole.token_ids.tolist().index(token)
-        (cut,) = engine.generate([ask(SamplingParams(24, 0.0, ignore_eos=True, stop_token_ids=(token,)))])
+        (cut,) = written(engine, ask(SamplingParams(24, 0.0, ignore_eos=True, stop_token_ids=(token,))))
         assert cut.finish_reason == "stop" and cut.token_ids.tolist() == whole.token_ids[: first + 1].tolist()
         stop = whole.text[:3]
-        (text,) = engine.generate([ask(SamplingParams(24, 0.0, ignore_eos=True, stop=(stop,)))])
+        (text,) = written(engine, ask(SamplingParams(24, 0.0, ignore_eos=True, stop=(stop,))))
         assert text.finish_reason == "stop" and text.text.endswith(stop) and len(text.token_ids) < 24
 
-        long = ask(SamplingParams(200, 0.0, ignore_eos=True))
-        parts = (broken_off(engine, long) for _ in range(10))  # on a busy machine vLLM may be done before we hear of it
+        free_long = SamplingParams(200, 0.0, ignore_eos=True)
+        parts = (
+            aborted(engine, ask(free_long)) for _ in range(10)
+        )  # on a busy machine vLLM may be done before we hear of it
         part = next(part for part in parts if part.finish_reason == "abort")
         assert 0 < len(part.token_ids) < 200
-        (rest,) = engine.generate([long.going_on(0, part)])
+        long = ask(free_long)
+        long.trajectories[0].add(part)
+        (rest,) = written(engine, long)
         assert len(rest.token_ids) == 200 and answer_gap(rest, model, 1.0) < 5e-5
         assert rest.token_ids[: len(part.token_ids)].tolist() == part.token_ids.tolist()
 
@@ -224,37 +229,41 @@ class VllmChecks:
             for parameter in other.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         assert gap(engine, model) < 5e-5 < 0.1 < gap(engine, other)
-        write_folder(tmp_path, engine._path, other.named_parameters())
-        reload_as_vllm_does(engine, str(tmp_path))
+        export_model(tmp_path, engine._path, other.named_parameters())
+        run(reload_as_vllm_does(engine, str(tmp_path)))
         is_moe = "moe" in model.config.model_type
-        # If the first of these fails, vLLM has mended it and `vllm_worker` need not.
+        # If the first of these fails, vLLM has mended it and our worker need not.
         assert (gap(engine, other) > 0.1) == is_moe
         for version, weights in ((3, other), (4, model), (5, other), (6, model)):
-            engine.update_weights(WeightUpdate(version, weights.named_parameters(), shared=False))
+            run(engine.update_weights(WeightUpdate(version, weights.named_parameters(), shared=False)))
             assert gap(engine, weights) < 5e-5
-            (sample,) = engine.generate([ask(SamplingParams(12, 0.0, ignore_eos=True))])
+            (sample,) = written(engine, ask(SamplingParams(12, 0.0, ignore_eos=True)))
             assert answer_gap(sample, weights, 1.0) < 5e-5 and set(sample.versions.tolist()) == {version}
-        engine.release()
-        engine.resume()
+        run(engine.release())
+        run(engine.resume())
         assert gap(engine, model) < 5e-5
 
     def test_the_fingerprint_tells_vllms_own_reload_from_a_right_one(
         self, real: tuple[VllmRollout, Any], tmp_path: Path
     ) -> None:
         engine, model = real
-        check = CheckedEngine("vllm", Fingerprint(model.config.vocab_size), engine.log_probs)
-        expected = [log_probs_of(model, ids) for ids in check.fingerprint.sequences]
-        engine.update_weights(WeightUpdate(7, model.named_parameters(), shared=False))
-        check.start(7, expected)
-        write_folder(tmp_path, engine._path, model.named_parameters())
+        fingerprint = Fingerprint(model.config.vocab_size)
+        expected = [log_probs_of(model, ids) for ids in fingerprint.sequences]
+
+        def update(version: int) -> None:
+            run(engine.update_weights(WeightUpdate(version, model.named_parameters(), shared=False)))
+
+        def found() -> list[np.ndarray]:
+            return run(engine.log_probs(fingerprint.sequences))
+
+        update(7)
+        fingerprint.calibrate("vllm", 7, expected, found())
+        export_model(tmp_path, engine._path, model.named_parameters())
+        run(reload_as_vllm_does(engine, str(tmp_path)))
         if "moe" in model.config.model_type:
             with pytest.raises(RolloutError, match=r"version 8 is not the model that the trainer has"):
-                check.update(8, lambda: reload_as_vllm_does(engine, str(tmp_path)), expected)
-            with pytest.raises(RolloutError, match="must not write"):
-                check.version()
+                fingerprint.compare("vllm", 8, expected, found())
         else:
-            check.update(8, lambda: reload_as_vllm_does(engine, str(tmp_path)), expected)
-        check.update(
-            9, lambda: engine.update_weights(WeightUpdate(9, model.named_parameters(), shared=False)), expected
-        )
-        assert check.version() == 9
+            fingerprint.compare("vllm", 8, expected, found())
+        update(9)
+        fingerprint.compare("vllm", 9, expected, found())

@@ -13,7 +13,6 @@ from typing import ClassVar
 import numpy as np
 import psutil
 import pytest
-from practicum.rollout.remote.vllm import VllmRollout, arguments, decode_routes
 
 from practicum.adapters import LoneAdapters, LoraSettings
 from practicum.config import RolloutConfig
@@ -21,9 +20,10 @@ from practicum.controller import Controller
 from practicum.errors import ReplayError, RolloutError
 from practicum.replay import RouterShape
 from practicum.rollout.engines import ENGINES, EngineSettings
-from practicum.rollout.placement import open_replicas
+from practicum.rollout.vllm.engine import VllmRollout, arguments, decode_routes
 from practicum.types import SamplingParams
-from tests.rollout.remote.vllm_checks import (
+from tests.rollout.asking import run, written
+from tests.rollout.vllm.checks import (
     VllmChecks,
     VllmContract,
     ask,
@@ -34,7 +34,6 @@ from tests.rollout.remote.vllm_checks import (
     save_model,
     started,
 )
-from tests.rollout.writers import ModelWeights
 from tests.test_adapters import save, save_adapted, stirred
 
 PYTHON = os.environ.get("PRACTICUM_VLLM_PYTHON")
@@ -88,7 +87,7 @@ def fake_vllm(folder: Path, program: str) -> str:
     return str(python)
 
 
-def test_a_server_that_does_not_start_is_an_error_with_its_last_words(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_is_an_error_with_its_last_output(tiny_model: Path, tmp_path: Path) -> None:
     python = fake_vllm(tmp_path, "raise SystemExit('there is no such option')")
     with pytest.raises(RolloutError, match=r"exit code 1 before it was ready.*(?s:.*)there is no such option"):
         VllmRollout(str(tiny_model), python=python)
@@ -169,7 +168,7 @@ def test_a_run_goes_on_with_adapters_that_are_merged_for_it(tmp_path: Path) -> N
     try:
         assert gap(engine, learner) < 5e-5
     finally:
-        engine.close()
+        run(engine.close())
 
 
 @needs_vllm
@@ -177,17 +176,17 @@ def test_a_run_goes_on_with_adapters_that_are_merged_for_it(tmp_path: Path) -> N
 def test_a_server_that_is_killed_is_an_error_that_says_so(tmp_path: Path) -> None:
     engine = started(save_model(tmp_path, "llama"), python=PYTHON)
     assert engine._server is not None
-    below = psutil.Process(engine._server._guard.pid).children(recursive=True)
+    below = psutil.Process(engine._server._supervisor.pid).children(recursive=True)
     for process in below:
         process.send_signal(signal.SIGKILL)
     with pytest.raises(RolloutError, match=r"vLLM has ended|server http"):
-        engine.generate([ask(SamplingParams(4))])
-    engine.close()
+        written(engine, ask(SamplingParams(4)))
+    run(engine.close())
 
 
 class VllmsOwnReload(VllmRollout):
-    def _load(self, folder: str) -> None:
-        reload_as_vllm_does(self, folder)
+    async def _load_model(self, folder: str) -> None:
+        await reload_as_vllm_does(self, folder)
 
 
 @needs_vllm
@@ -203,9 +202,14 @@ def test_a_replica_whose_new_weights_are_wrong_never_writes(tmp_path: Path, monk
     monkeypatch.setitem(ENGINES, "vllm", make)
     config = RolloutConfig(engine="vllm", placement="standalone")
     settings = EngineSettings("vllm", str(path), device="cpu")
-    weights = ModelWeights(path)
-    with (
-        open_replicas(config, Controller(None, 300.0, 300.0), settings, weights) as manager,
-        pytest.raises(RolloutError, match=r"no replica can write.*is not the model that the trainer has"),
-    ):
-        manager.update_weights(1)
+
+    async def work() -> None:
+        from practicum.rollout.placement import open_replicas
+        from tests.rollout.writers import ModelWeights
+
+        controller = Controller(None, 300.0, 300.0)
+        async with open_replicas(config, controller, settings, ModelWeights(path)) as manager:
+            with pytest.raises(RolloutError, match=r"no replica can write.*is not the model that the trainer has"):
+                await manager.update_weights(1)
+
+    run(work())

@@ -15,13 +15,15 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from practicum.rollout.remote.completions import ServerFailure
-from practicum.rollout.remote.vllm import VllmRollout
-from practicum.rollout.remote.vllm_local import LocalVllm
 
 from practicum.errors import RolloutError
+from practicum.rollout.remote.client import ServerFailure
+from practicum.rollout.vllm.engine import VllmRollout
+from practicum.rollout.vllm.local import LocalVllm
 from practicum.types import SamplingParams
-from tests.rollout.remote.vllm_checks import VllmChecks, VllmContract, ask, check_adapters, save_model, started
+from tests.rollout.asking import run as run_alone
+from tests.rollout.asking import written
+from tests.rollout.vllm.checks import VllmChecks, VllmContract, ask, check_adapters, save_model, started
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed in this Python")
@@ -133,6 +135,7 @@ class FakeLibrary:
 def run(library: FakeLibrary, work: Callable[[LocalVllm], Coroutine[Any, Any, Any]], timeout_s: float = 20) -> Any:
     async def whole() -> Any:
         client = LocalVllm(library, model="m", timeout_s=timeout_s)
+        client.start(timeout_s)
         try:
             return await work(client)
         finally:
@@ -233,24 +236,30 @@ def test_what_vllm_refuses_or_breaks_down_with_is_told_and_not_tried_again() -> 
     async def work(client: LocalVllm) -> None:
         with pytest.raises(ServerFailure, match="max_tokens is too large") as refused:
             await completed(client, body(65))
-        assert not refused.value.may_pass
+        assert not refused.value.is_transient
         library.engine.breaks_down = True
         for _ in range(2):
             with pytest.raises(ServerFailure, match="the device is gone") as broken:
                 await completed(client, body(5))
-            assert not broken.value.may_pass
+            assert not broken.value.is_transient
 
     run(library, work)
     assert library.is_stopped
 
 
 def test_a_vllm_that_does_not_start_says_why() -> None:
-    async def work(client: LocalVllm) -> None:
-        with pytest.raises(ServerFailure, match="no such model") as failed:
-            await client.call("here", "GET", "/health")
-        assert not failed.value.may_pass
+    with pytest.raises(RolloutError, match=r"vLLM did not start\..*no such model"):
+        LocalVllm(FakeLibrary(fails=OSError("no such model")), model="m").start(20)
 
-    run(FakeLibrary(fails=OSError("no such model")), work)
+
+def test_a_vllm_that_starts_for_too_long_is_an_error_at_the_deadline() -> None:
+    class Slow(FakeLibrary):
+        def start(self) -> Any:
+            time.sleep(1.0)
+            return super().start()
+
+    with pytest.raises(RolloutError, match=r"not ready within 0\.1 s"):
+        LocalVllm(Slow(), model="m").start(0.1)
 
 
 @pytest.mark.skipif(HAS_VLLM, reason="vLLM is here")
@@ -290,10 +299,10 @@ def test_it_is_all_in_this_process(tiny_model: Path) -> None:
     before = set(psutil.Process().children(recursive=True))
     engine = started(tiny_model, in_process=True)
     try:
-        assert engine.generate([ask(SamplingParams(4))])
+        assert written(engine, ask(SamplingParams(4)))
         assert not set(psutil.Process().children(recursive=True)) - before
     finally:
-        engine.close()
+        run_alone(engine.close())
 
 
 @needs_vllm
@@ -312,7 +321,7 @@ def test_routed_experts_are_those_of_transformers(tmp_path: Path) -> None:
         "from triton.backends import backends\nbackends['cpu'] = backends['nvidia']\n"
     )
     program = (
-        "from pathlib import Path; from tests.rollout.remote.vllm_checks import check_routes, save_model; "
+        "from pathlib import Path; from tests.rollout.vllm.checks import check_routes, save_model; "
         f"check_routes(save_model(Path({str(tmp_path)!r}), 'qwen3_moe'), in_process=True)"
     )
     root = Path(__file__).parents[3]

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-from practicum.rollout.remote.guarded import GuardedServer
+
+from practicum.rollout.vllm.process import ChildServer
 
 # Starts a process of its own, cuts it loose, tells both pids and ignores requests to end.
 SERVER = """
@@ -28,7 +29,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     return condition()
 
 
-def told_pids(log: Path) -> list[int]:
+def reported_pids(log: Path) -> list[int]:
     assert wait_for(lambda: log.exists() and log.read_text().endswith("\n"))
     return [int(word) for word in log.read_text().split()]
 
@@ -38,8 +39,8 @@ def is_gone(pid: int) -> bool:
 
 
 def test_stopping_ends_all_that_was_started(tmp_path: Path) -> None:
-    server = GuardedServer([sys.executable, "-c", SERVER], log=tmp_path / "log")
-    pids = told_pids(tmp_path / "log")
+    server = ChildServer([sys.executable, "-c", SERVER], log=tmp_path / "log")
+    pids = reported_pids(tmp_path / "log")
     assert server.exit_code is None
     server.stop()
     assert all(map(is_gone, pids))
@@ -48,23 +49,23 @@ def test_stopping_ends_all_that_was_started(tmp_path: Path) -> None:
 
 def test_it_ends_with_this_process_however_that_ends(tmp_path: Path) -> None:
     parent = (
-        "import pathlib, sys, time; from practicum.rollout.remote.guarded import GuardedServer;"
-        f"server = GuardedServer([sys.executable, '-c', {SERVER!r}], log=pathlib.Path({str(tmp_path / 'log')!r}));"
+        "import pathlib, sys, time; from practicum.rollout.vllm.process import ChildServer;"
+        f"server = ChildServer([sys.executable, '-c', {SERVER!r}], log=pathlib.Path({str(tmp_path / 'log')!r}));"
         "time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", parent]) as process:
-        pids = told_pids(tmp_path / "log")
+        pids = reported_pids(tmp_path / "log")
         os.kill(process.pid, signal.SIGKILL)
     assert wait_for(lambda: all(map(is_gone, pids)))
 
 
-def test_its_end_is_noticed_with_its_last_words(tmp_path: Path) -> None:
+def test_its_end_is_noticed_with_its_last_output(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; print('out of luck'); sys.exit(3)"]
-    server = GuardedServer(command, log=tmp_path / "log")
+    server = ChildServer(command, log=tmp_path / "log")
     assert wait_for(lambda: server.exit_code is not None)
-    assert server.exit_code == 3 and server.last_words == "out of luck"
+    assert server.exit_code == 3 and server.last_output == "out of luck"
     server.stop()
-    missing = GuardedServer(["/not/there"], log=tmp_path / "other")
+    missing = ChildServer(["/not/there"], log=tmp_path / "other")
     assert wait_for(lambda: missing.exit_code is not None)
-    assert missing.exit_code == 127 and "/not/there cannot be started" in missing.last_words
+    assert missing.exit_code == 127 and "/not/there cannot be started" in missing.last_output
     missing.stop()

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from practicum.rollout.remote.vllm_worker import PracticumWorker
+
+from practicum.rollout.vllm.worker import PracticumWorker
 
 
 class FakeFilters:

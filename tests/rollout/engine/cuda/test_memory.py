@@ -10,8 +10,7 @@ import torch
 from practicum.errors import ResourceError
 from practicum.models import load_model
 from practicum.rollout.engine.cuda.virtual_memory import VirtualMemory
-from practicum.rollout.engine.cuda.weights import DeviceWeights, copy_weights
-from practicum.weights import WeightUpdate
+from practicum.rollout.engine.cuda.weights import DeviceWeights
 from tests.rollout.engine.cuda.device import DEVICE, HAS_CUDA, emulate_cuda
 from tests.rollout.families import save_family
 
@@ -73,8 +72,8 @@ def test_weights_are_the_same_after_sleep_and_adjacent(
             assert torch.equal(parameter.cpu(), expected[name])
     weights.sleep()
     weights.map()
-    tensors = [(name, parameter * 2) for name, parameter in expected.items()]
-    copy_weights(model, WeightUpdate(1, tensors, shared=False))
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(expected[name] * 2)
     weights.changed()
     weights.sleep()
     weights.map()

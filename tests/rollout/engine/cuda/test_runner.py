@@ -84,7 +84,7 @@ def test_it_writes_what_the_runner_for_a_cpu_writes(family: str, tmp_path: Path,
     found = written(ours, [*long_groups(2, 62, 5, num_answers=2), *long_groups(1, 3, 4, top_k=3)])
     assert tokens_of(found) == tokens_of(expected)
     for one, other in zip(found, expected, strict=True):
-        assert np.abs(one.log_probs - other.log_probs).max() < CLOSE
+        assert np.abs(one.log_probs - other.log_probs).max() < 5 * CLOSE
         if has_routes:
             assert isinstance(one.routes, RoutedExperts) and isinstance(other.routes, RoutedExperts)
             assert np.array_equal(one.routes.experts[:-1], other.routes.experts[:-1])
@@ -122,7 +122,7 @@ def test_the_native_engine_has_this_runner_where_it_can(tiny_model: Path, tmp_pa
     other = save_family("deepseek_v3", tmp_path)
     engine = make_engine(EngineSettings("native", str(other), device="cuda"))
     assert type(engine) is NativeRollout and type(engine.model) is not CudaRunner
-    assert "goes its slow way" in caplog.text and "deepseek_v3" in caplog.text
+    assert "cannot use its CUDA kernels" in caplog.text and "deepseek_v3" in caplog.text
 
 
 @on_device

@@ -134,7 +134,9 @@ class InFlight:
         num = len(launch.sequences)
         tokens = self._host_tokens[launch.buffer, :num].tolist()
         log_probs = self._host_log_probs[launch.buffer, :num].tolist()
-        routes = self._routes_of(launch)
+        routes = None
+        if launch.routes is not None and self._shape is not None:
+            routes = launch.routes.numpy().astype(self._shape.dtype, copy=False)
         found = []
         for number, (sequence, token, log_prob) in enumerate(zip(launch.sequences, tokens, log_probs, strict=True)):
             if sequence.finish_reason is not None:  # it has ended in the launch before
@@ -153,9 +155,3 @@ class InFlight:
                 sequence.num_routed += len(own)
             found.append((sequence, token, log_prob))
         return found
-
-    def _routes_of(self, launch: _Launch) -> NDArray[np.unsignedinteger[Any]] | None:
-        if launch.routes is None:
-            return None
-        assert self._shape is not None
-        return launch.routes.numpy().astype(self._shape.dtype, copy=False)

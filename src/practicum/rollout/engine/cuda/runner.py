@@ -12,6 +12,7 @@ has ended there has one more token drawn for it, which is thrown away.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -27,7 +28,7 @@ from practicum.rollout.engine.cuda.fused_model import DecodeBatch, FusedModel, P
 from practicum.rollout.engine.cuda.graphs import DecodeGraphs, graph_size, num_splits
 from practicum.rollout.engine.cuda.sampling import sample
 from practicum.rollout.engine.cuda.virtual_memory import VirtualMemory
-from practicum.rollout.engine.cuda.weights import DeviceWeights, copy_weights
+from practicum.rollout.engine.cuda.weights import DeviceWeights
 from practicum.rollout.engine.model import ModelRunner, max_positions
 from practicum.rollout.engine.sequence import Request, Sequence
 from practicum.rollout.engine.sleep import free_bytes, gigabytes, give_back_memory
@@ -54,15 +55,9 @@ class CudaRunner(ModelRunner):
 
     def __init__(
         self,
-        path: str,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_batch: int,
-        cache_gb: float | None = None,
-        keep_routes: bool = False,
-        stays_loaded: bool = False,
-    ) -> None:
+        path: str, *, device: torch.device, dtype: torch.dtype, max_batch: int, cache_gb: float | None,
+        keep_routes: bool = False, stays_loaded: bool = False,
+    ) -> None:  # fmt: skip
         if device.index not in (None, torch.cuda.current_device()):
             raise RolloutError(f"{device} is not the device of this process: choose it by CUDA_VISIBLE_DEVICES.")
         super().__init__(
@@ -108,9 +103,8 @@ class CudaRunner(ModelRunner):
         self._weights.map()
         if not update.is_whole:
             self._weights.fill()
-        copy_weights(self.module, update)
+        super().load_weights(replace(update, shared=False))
         self._weights.changed()
-        self.version = update.version
 
     def close(self) -> None:
         if self._cache is not None:
@@ -274,16 +268,12 @@ class CudaRunner(ModelRunner):
         lengths, state, on_device = [len(one) for one in ids], self._state, self._state.on_device
         positions = np.concatenate([start + np.arange(n) for start, n in zip(starts, lengths, strict=True)])
         new, all_tokens = np.cumsum([0, *lengths]), np.cumsum([0, *np.add(lengths, starts)])
+        owners = np.repeat([state.num_slots] * len(ids) if slots is None else slots, lengths)
         batch = PrefillBatch(
-            lengths,
-            starts,
-            on_device(new, np.int32),
-            on_device(all_tokens, np.int32),
-            on_device(np.repeat([state.num_slots] * len(ids) if slots is None else slots, lengths), np.int32),
-            on_device(positions, np.int32),
-            None if slots is None else state.tables,
+            lengths, starts, on_device(new, np.int32), on_device(all_tokens, np.int32), on_device(owners, np.int32),
+            on_device(positions, np.int32), None if slots is None else state.tables,
             self._in_flight.empty_routes(len(positions)),
-        )
+        )  # fmt: skip
         keep = None if slots is None else on_device(new[1:] - 1, np.int64)
         tokens = on_device(np.concatenate(ids), np.int64)
         return self._fused.prefill(tokens, batch, None if slots is None else self._blocks, keep), batch.routes

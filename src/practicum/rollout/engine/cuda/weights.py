@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from practicum.rollout.engine.cuda.virtual_memory import VirtualMemory
 from practicum.rollout.engine.sleep import PinnedBytes
-from practicum.weights import WeightUpdate
 
 _ALIGNMENT = 256
 _ADJACENT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -32,34 +31,29 @@ class DeviceWeights:
                 size += parameter.nbytes
             size = -(-size // _ALIGNMENT) * _ALIGNMENT
         self.num_bytes = size
-        self._memory: VirtualMemory | None = None
+        self._memory = VirtualMemory(size, device)
+        self._is_placed = False  # the parameters are in it
         self._kept: PinnedBytes | None = None
         self._is_kept = False  # host memory holds the current values
         self.is_filled = False
 
     def map(self) -> None:
         """Take memory for the parameters. `fill`, or an update of all of them, then writes their values."""
-        if self._memory is not None:
-            self._memory.map()
+        self._memory.map()
+        if self._is_placed:
             return
-        memory = VirtualMemory(self.num_bytes, self._device)
-        try:
-            memory.map()
-        except BaseException:
-            memory.close()
-            raise
-        block = memory.tensor()
+        block = self._memory.tensor()
         for parameter, start in self._spans:
             own = block[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
             own.copy_(parameter.detach())
             parameter.data = own
         self._model.to(self._device)  # buffers; parameters are there
-        self._memory, self.is_filled = memory, True
+        self._is_placed = self.is_filled = True
 
     def fill(self) -> None:
         """Write the values of before the sleep; do nothing where they are there."""
         if not self.is_filled:
-            assert self._kept is not None and self._memory is not None
+            assert self._kept is not None
             self._kept.fill(self._memory.tensor())
             self.is_filled = True
 
@@ -68,7 +62,7 @@ class DeviceWeights:
         self._is_kept, self.is_filled = False, True
 
     def sleep(self) -> None:
-        if self._memory is None or not self._memory.is_mapped:
+        if not self._memory.is_mapped:
             return
         if self.is_filled and not self._is_kept:
             self._kept = self._kept or PinnedBytes(self.num_bytes)
@@ -78,8 +72,7 @@ class DeviceWeights:
         self._memory.unmap()
 
     def close(self) -> None:
-        if self._memory is not None:
-            self._memory.close()
+        self._memory.close()
 
 
 def _groups(model: Any) -> list[list[nn.Parameter]]:
@@ -96,14 +89,6 @@ def _groups(model: Any) -> list[list[nn.Parameter]]:
                 if all(one is not None and id(one) in left for one in own):
                     groups.append([left.pop(id(one)) for one in own])
     return groups + [[parameter] for parameter in left.values()]
-
-
-def copy_weights(model: Any, update: WeightUpdate) -> None:
-    """Copy an update into the parameters, by their names."""
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
-    for name, tensor in update.tensors:
-        parameters.pop(name).data.copy_(tensor)
-    assert not parameters or not update.is_whole, f"the update left out {', '.join(parameters)}"
 
 
 def as_one(tensors: list[Tensor]) -> Tensor | None:

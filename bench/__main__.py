@@ -7,23 +7,26 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
-from bench import controller, grpo, overlap, replay, reward, rollout, router, soak
-from bench.harness import ROOT, BenchError, Options, Outcome, UsageError, environment, print_table, write_json
+from bench.harness import RESULTS, BenchError, Options, Outcome, UsageError, environment, print_table, write_json
 
+_MODULES = {
+    "grpo": "grpo",
+    "async": "overlap",
+    "controller": "controller",
+    "router": "router",
+    "reward": "reward",
+    "rollout": "rollout",
+    "replay": "replay",
+    "soak": "soak",
+}
 BENCHMARKS: dict[str, Callable[[Options], Outcome]] = {
-    "grpo": grpo.run,
-    "async": overlap.run,
-    "controller": controller.run,
-    "router": router.run,
-    "reward": reward.run,
-    "rollout": rollout.run,
-    "replay": replay.run,
-    "soak": soak.run,
+    name: lambda options, module=module: import_module(f"bench.{module}").run(options)  # type: ignore[misc]
+    for name, module in _MODULES.items()
 }
 TAKE_ARGUMENTS = {"router"}  # for our side, with --ours
-RESULTS = ROOT / "bench" / "results"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

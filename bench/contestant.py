@@ -1,11 +1,9 @@
-"""A contestant's side of the talk with turns.py. Standard library only: peers run it in environments of their own.
+"""A contestant's side of the conversation with turns.py. Standard library only: peers run it in their own environments.
 
     driver ── {"go": 2} ──▶ contestant        starts with {"ready": {...versions}}
     driver ◀── {"steps": [{"seconds": 1.9, "amount": 4096, "parts": {...}}, ...]} ──
 
-Contestants with several cases are told which: {"go": 2, "case": "mixed"}.
-
-The end of standard input means: go home.
+Contestants with several cases are told which: {"go": 2, "case": "mixed"}. The end of standard input ends a contestant.
 """
 
 from __future__ import annotations
@@ -13,9 +11,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any, Self, TextIO
 
 
 class Line:
@@ -25,21 +25,30 @@ class Line:
         self._answers: TextIO = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
+    def serve(self, packages: Iterable[str], take_step: Callable[[str], dict[str, Any]]) -> None:
+        """Be ready, and take steps of the cases that the harness names until it is over."""
+        self.ready(packages)
+        while True:
+            num_steps, case = self.wait_for_case()
+            if not num_steps:
+                return
+            self.answer([take_step(case) for _ in range(num_steps)])
+
     def ready(self, packages: Iterable[str] = ()) -> None:
         """Say that the next `go` may come, and with which versions we run."""
         self._send({"ready": {package: _version(package) for package in packages}})
 
     def wait_for_go(self) -> int:
-        """How many steps to take now; 0 when it is over."""
+        """Return how many steps to take now; 0 when it is over."""
         return self.wait_for_case()[0]
 
     def wait_for_case(self) -> tuple[int, str]:
-        """How many steps to take now, and of which case."""
+        """Return how many steps to take now, and of which case."""
         message = sys.stdin.readline()
         if not message:
             return 0, ""
-        told = json.loads(message)
-        return int(told["go"]), told.get("case", "")
+        go = json.loads(message)
+        return int(go["go"]), go.get("case", "")
 
     def answer(self, steps: list[dict[str, Any]]) -> None:
         self._send({"steps": steps})
@@ -56,9 +65,20 @@ def _version(package: str) -> str:
 
 
 def step(seconds: float, amount: float, *, ended_cpu_s: float = 0.0, **parts: float) -> dict[str, Any]:
-    """One step: how long it took, how much it got done, and the seconds of its parts where they are known.
+    """Describe one step: how long it took, how much it got done, and the seconds of its parts where they are known.
 
     `ended_cpu_s` is for processes that ended during the step without a parent that keeps their CPU time, such as Ray's
     workers. The harness could not tell it from what others on the machine used.
     """
     return {"seconds": seconds, "amount": amount, "parts": parts, "ended_cpu_s": ended_cpu_s}
+
+
+class JobFile:
+    """Base of the dataclasses that tell a contestant all it needs to know, in a file."""
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))  # type: ignore[call-overload]
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        return cls(**json.loads(Path(path).read_text()))

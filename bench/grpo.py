@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from bench.grpo_work import Job, write_model, write_prompts
-from bench.harness import Options, Outcome, Peer, Row, choose_peer
-from bench.turns import Contestant, Plan, Tally, alternate
+from bench.grpo_work import Job
+from bench.harness import Options, Outcome, Row, beside, choose_peer
+from bench.models import write_model, write_prompts
+from bench.turns import Plan, Tally, alternate, cpu_environment, opened
 
+OURS = "practicum"
 CASES = {"dense": False, "moe": True}  # name -> mixture of experts?
 FULL = Plan(warmup_steps=2, num_rounds=20, steps_per_turn=1, extra_rounds=40, patience_s=900)
 QUICK = Plan(warmup_steps=1, num_rounds=3, steps_per_turn=1)
@@ -26,9 +28,9 @@ QUICK_WORK: dict[str, int] = {"prompts_per_step": 4, "answers_per_prompt": 8, "m
 
 def run(options: Options) -> Outcome:
     peer = choose_peer(options.peer, ["trl"])
-    commands = {"practicum": [sys.executable, "-m", "bench.contestants.practicum_grpo"]}
+    programs = {OURS: [sys.executable, "-m", "bench.contestants.practicum_grpo"]}
     if peer is not None:
-        commands[peer.name] = [peer.python, "-m", f"bench.peers.{peer.name}_grpo"]
+        programs[peer.name] = [peer.python, "-m", f"bench.peers.{peer.name}_grpo"]
     plan, work = (QUICK, QUICK_WORK) if options.quick else (FULL, FULL_WORK)
     threads = os.cpu_count() or 1
     rows: list[Row] = []
@@ -36,42 +38,38 @@ def run(options: Options) -> Outcome:
     others: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="bench-grpo-") as name:
         folder = Path(name)
-        prompts = folder / "prompts.jsonl"
-        write_prompts(prompts)
-        for case, mixture_of_experts in CASES.items():
-            if not options.wants(case):
-                continue
-            write_model(folder / case, mixture_of_experts)
-            job = Job(str(folder / case), str(prompts), str(folder / f"{case}-run"), threads, **work)
-            tallies = _contest(folder, job, commands, plan)
-            rows += _rows(case, tallies, peer)
+        write_prompts(folder / "prompts.jsonl")
+        for case in filter(options.wants, CASES):
+            write_model(folder / case, CASES[case])
+            job = Job(str(folder / case), str(folder / "prompts.jsonl"), str(folder / f"{case}-run"), threads, **work)
+            commands = {side: [*program, job_file(job, folder, side)] for side, program in programs.items()}
+            with opened(commands, folder, cpu_environment(threads)) as contestants:
+                tallies = alternate(contestants, plan)
+            rows += rate_rows(case, tallies)
             others[case] = round(max(tally.others_share for tally in tallies.values()), 3)
-            versions = {name: dict(tally.versions) for name, tally in tallies.items()}
-            for contestant, tally in tallies.items():
+            versions = {side: dict(tally.versions) for side, tally in tallies.items()}
+            for side, tally in tallies.items():
                 seconds = ", ".join(f"{part} {value:.3f}" for part, value in tally.parts().items())
-                print(f"{case}: {contestant}, median seconds: {seconds}", flush=True)
+                print(f"{case}: {side}, median seconds: {seconds}", flush=True)
     steps = plan.num_rounds * plan.steps_per_turn
     where = {"threads": threads, **work, "steps_per_contestant": steps}
     return Outcome(rows, {**where, "versions": versions, "cpu_share_of_others": others})
 
 
-def _contest(folder: Path, job: Job, commands: dict[str, list[str]], plan: Plan) -> dict[str, Tally]:
-    env = {"OMP_NUM_THREADS": str(job.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with ExitStack() as stack:
-        contestants = []
-        for name, command in commands.items():
-            path = folder / f"{name}.json"
-            replace(job, run_dir=f"{job.run_dir}-{name}").write(path)
-            contestants.append(stack.enter_context(Contestant(name, [*command, str(path)], folder, env)))
-        return alternate(contestants, plan)
+def job_file(job: Job, folder: Path, side: str) -> str:
+    """Write the job of one side, with a run folder of its own."""
+    path = folder / f"{Path(job.run_dir).name}-{side}.json"
+    replace(job, run_dir=f"{job.run_dir}-{side}").write(path)
+    return str(path)
 
 
-def _rows(case: str, tallies: dict[str, Tally], peer: Peer | None) -> list[Row]:
-    ours, theirs = tallies["practicum"], tallies[peer.name] if peer else None
-    name = peer.name if peer else None
-    rate = theirs.rate if theirs else None
-    cpu_s = theirs.cpu_s_per_1000 if theirs else None
-    return [
-        Row(case, "tokens/s", ours.rate, rate, name),
-        Row(case, "CPU s per 1000 tokens", ours.cpu_s_per_1000, cpu_s, name, better="lower"),
+def rate_rows(case: str, tallies: Mapping[str, Tally]) -> list[Row]:
+    """Return ours beside each peer: tokens/s and CPU time."""
+    ours, peers = tallies[OURS], {name: tally for name, tally in tallies.items() if name != OURS}
+    rates = {name: tally.rate for name, tally in peers.items()}
+    cpu_s = {name: tally.cpu_s_per_1000 for name, tally in peers.items()}
+    rows = [
+        *beside(case, "tokens/s", ours.rate, rates),
+        *beside(case, "CPU s per 1000 tokens", ours.cpu_s_per_1000, cpu_s, "lower"),
     ]
+    return sorted(rows, key=lambda row: list(peers).index(row.peer_name) if row.peer_name else 0)

@@ -5,10 +5,13 @@ How contestants are run against each other is in turns.py.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
 
 
 class BenchError(Exception):
@@ -46,7 +50,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """How many times better ours is: above 1 we win, whichever way the metric points."""
+        """How many times better ours is: above 1 ours is better, whichever way the metric points."""
         if self.peer is None:
             return None
         above, below = (self.ours, self.peer) if self.better == "higher" else (self.peer, self.ours)
@@ -55,6 +59,15 @@ class Row:
     def as_dict(self) -> dict[str, Any]:
         names = ("case", "metric", "ours", "peer", "peer_name", "ratio")
         return {name: getattr(self, name) for name in names}
+
+
+def beside(
+    case: str, metric: str, ours: float, peers: Mapping[str, float], better: Literal["higher", "lower"] = "higher"
+) -> list[Row]:
+    """Return a row of ours beside each peer, or one of ours alone."""
+    if not peers:
+        return [Row(case, metric, ours, better=better)]
+    return [Row(case, metric, ours, value, name, better) for name, value in peers.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +80,14 @@ class Options:
     ours: Sequence[str] = ()  # more arguments for our program, where a benchmark starts one that takes any
 
     def wants(self, case: str) -> bool:
-        """For benchmarks to leave out work. Rows of cases that nobody wants are dropped in any case."""
+        """Tell a benchmark which work to leave out. Rows of other cases are dropped in any case."""
         return self.case is None or self.case in case
+
+    def has_peer(self, known: Sequence[str] = ()) -> bool:
+        """Return whether the other side runs. Raises a `UsageError` for a peer that is not known."""
+        if self.peer not in (None, "none", *known):
+            raise UsageError(f"peer {self.peer!r} is not known here; known: {', '.join([*known, 'none'])}.")
+        return self.peer != "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +115,7 @@ class Peer:
 
 
 def choose_peer(asked: str | None, known: Sequence[str]) -> Peer | None:
-    """The peer to run against: the first known one unless another, or none, was asked for."""
+    """Return the peer to run against: the first known one unless another, or none, was asked for."""
     if asked == "none":
         return None
     name = asked or known[0]
@@ -106,25 +125,20 @@ def choose_peer(asked: str | None, known: Sequence[str]) -> Peer | None:
 
 
 def environment(command: str) -> dict[str, Any]:
-    """What a reader needs to judge the numbers, or to measure them again."""
+    """Return what a reader needs to judge the numbers, or to measure them again."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    processor = models[0] if models else platform.processor() or "unknown"
     return {
         "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor,
         "cpu_count": os.cpu_count(),
         "load_before": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         **{package: _version(package) for package in ("torch", "transformers", "ray", "practicum")},
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def _version(package: str) -> str | None:
@@ -137,6 +151,36 @@ def _version(package: str) -> str | None:
 def write_json(path: Path, rows: Sequence[Row], where: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"environment": where, "rows": [row.as_dict() for row in rows]}, indent=2) + "\n")
+
+
+def run_parts(name: str, parts: Mapping[str, Callable[[], list[Row]]], out: Path, where: Mapping[str, Any]) -> int:
+    """Measure the parts of a benchmark on a device; return the exit code. A part that fails is named in the file, and
+    the others are measured all the same: time on such a machine is dear."""
+    rows: list[Row] = []
+    failed: dict[str, str] = {}
+    seconds: dict[str, float] = {}
+    for part, measure in parts.items():
+        began = time.monotonic()
+        try:
+            rows += measure()
+        except Exception as error:
+            traceback.print_exc()
+            failed[part] = f"{type(error).__name__}: {error}"
+        free_memory()
+        seconds[part] = round(time.monotonic() - began, 1)
+        print(f"{part}: {seconds[part]} s", flush=True)
+        write_json(out / f"{name}.json", rows, {**where, "seconds_of_parts": seconds, "failed": failed})
+    print_table(name, rows)
+    return 1 if failed else 0
+
+
+def free_memory() -> None:
+    """Give back memory of the device that nothing holds any more."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def print_table(title: str, rows: Sequence[Row], console: Console | None = None) -> None:

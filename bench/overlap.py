@@ -12,14 +12,14 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from bench.grpo_work import make_word_tokenizer, write_prompts
-from bench.harness import Options, Outcome, Row, UsageError
+from bench.harness import Options, Outcome, Row, beside
+from bench.models import write_model, write_prompts
 
 PEER = "staleness=0"
 PLACEMENTS = ("standalone", "hybrid")
@@ -50,22 +50,19 @@ QUICK = Plan(num_rounds=1, num_steps=6, num_warm=2, learning_steps=4, held_out=5
 
 
 @dataclass(slots=True)
-class Pace:
-    """Of one side, over its runs."""
+class Side:
+    """The runs of one side."""
 
     samples_per_s: list[float] = field(default_factory=list)
-    parts: list[dict[str, float]] = field(default_factory=list)
-    """Median seconds of a step of each run."""
+    parts: list[dict[str, float]] = field(default_factory=list)  # median seconds of a step of each run
 
     def part(self, name: str) -> float:
         return statistics.median(parts.get(name, 0.0) for parts in self.parts)
 
 
 def run(options: Options) -> Outcome:
-    if options.peer not in (None, "none", PEER):
-        raise UsageError(f"peer {options.peer!r} is not known here; known: {PEER}, none.")
+    has_peer = options.has_peer([PEER])
     plan = QUICK if options.quick else FULL
-    has_peer = options.peer != "none"
     from practicum.controller import ray_cluster
 
     rows: list[Row] = []
@@ -80,70 +77,71 @@ def run(options: Options) -> Outcome:
         folder = Path(name)
         write_work(folder)
         for placement in filter(options.wants, PLACEMENTS):
-            paces, delay_s = contest(folder, placement, plan)
-            rows += speed_rows(placement, paces, has_peer)
-            where[placement] = told(placement, paces, delay_s)
+            sides, delay_s = contest(folder, placement, plan)
+            rows += speed_rows(placement, sides, has_peer)
+            where[placement] = figures(placement, sides, delay_s)
         if options.wants(LEARNING):
             found, where[LEARNING] = learn(folder, plan, has_peer, options.quick)
             rows += found
     return Outcome(rows, where)
 
 
-def contest(folder: Path, placement: str, plan: Plan) -> tuple[dict[int, Pace], float]:
-    """By staleness; and how long the reward takes. The first run, without staleness, begins without any."""
-    paces = {0: Pace(), 1: Pace()}
-    delays: list[float] = []
+def contest(folder: Path, placement: str, plan: Plan) -> tuple[dict[int, Side], float]:
+    """Return the sides by staleness, and how long the reward takes. The first run, without staleness, begins without
+    any."""
+    sides = {0: Side(), 1: Side()}
+    delay_s: float | None = None
     for number in range(plan.num_rounds):
         for staleness in (0, 1) if number % 2 == 0 else (1, 0):
             config = speed_config(folder, placement, staleness, f"{placement}-{number}-{staleness}")
             with closing(cast(Generator[Any], trainer_of(config).steps())) as reports:
-                if not delays:
+                if delay_s is None:
                     set_delay(folder, 0.0)
-                    taken = [next(reports).metrics["time/rollout_s"] for _ in range(plan.num_warm + 3)]
-                    delays.append(statistics.median(taken[-3:]))
-                    set_delay(folder, delays[0])
-                take(reports, paces[staleness], plan)
-            rate = paces[staleness].samples_per_s[-1]
-            print(f"{placement}, staleness {staleness}: {rate:.3g} samples/s", flush=True)
-    return paces, delays[0]
+                    seconds = [next(reports).metrics["time/rollout_s"] for _ in range(plan.num_warm + 3)]
+                    delay_s = statistics.median(seconds[-3:])
+                    set_delay(folder, delay_s)
+                take(reports, sides[staleness], plan)
+            print(f"{placement}, staleness={staleness}: {sides[staleness].samples_per_s[-1]:.2f} samples/s", flush=True)
+    assert delay_s is not None
+    return sides, delay_s
 
 
-def take(reports: Generator[Any], pace: Pace, plan: Plan) -> None:
+def take(reports: Iterator[Any], side: Side, plan: Plan) -> None:
     for _ in range(plan.num_warm):
         next(reports)
     start = time.perf_counter()
     metrics = [next(reports).metrics for _ in range(plan.num_steps)]
     seconds = time.perf_counter() - start
-    pace.samples_per_s.append(plan.num_steps * PROMPTS * ANSWERS / seconds)
-    names = [name for name in metrics[-1] if name.startswith(("time/", "age/max"))]
-    pace.parts.append({name: statistics.median(step[name] for step in metrics if name in step) for name in names})
+    side.samples_per_s.append(plan.num_steps * PROMPTS * ANSWERS / seconds)
+    names = [name for name in metrics[-1] if name.startswith(("time/", "staleness/max"))]
+    side.parts.append({name: statistics.median(step[name] for step in metrics if name in step) for name in names})
 
 
-def speed_rows(placement: str, paces: dict[int, Pace], has_peer: bool) -> list[Row]:
-    ours, theirs = (statistics.median(paces[staleness].samples_per_s) for staleness in (1, 0))
-    return [Row(placement, "samples/s", ours, theirs if has_peer else None, PEER if has_peer else None)]
+def speed_rows(placement: str, sides: dict[int, Side], has_peer: bool) -> list[Row]:
+    ours, theirs = (statistics.median(sides[staleness].samples_per_s) for staleness in (1, 0))
+    return beside(placement, "samples/s", ours, {PEER: theirs} if has_peer else {})
 
 
-def told(placement: str, paces: dict[int, Pace], delay_s: float) -> dict[str, Any]:
-    """What a step is made of, and what could be had at best of overlapping it."""
-    before, after = paces[0], paces[1]
+def figures(placement: str, sides: dict[int, Side], delay_s: float) -> dict[str, Any]:
+    """Return what a step is made of, and what could be gained at best by overlapping it."""
+    before, after = sides[0], sides[1]
     generation = before.part("time/rollout_s")
-    learning = sum(before.part(f"time/{name}_s") for name in ("looking", "update", "weights", "idle"))
+    learning = sum(before.part(f"time/{name}_s") for name in ("reference", "update", "weights", "idle"))
     return {
         "reward_takes_s": round(delay_s, 4),
-        "step_s": {f"staleness={k}": round(paces[k].part("time/step_s"), 4) for k in paces},
+        "step_s": {f"staleness={k}": round(sides[k].part("time/step_s"), 4) for k in sides},
         "generation_s": round(generation, 4),
         "learning_s": round(learning, 4),
         "best_possible_ratio": round(best_ratio(placement, generation, delay_s, learning), 3),
-        "oldest_token_age": after.part("age/max"),
-        "learner_waited_s": round(after.part("time/waiting_s") + after.part("time/turn_s"), 4),
+        "oldest_token_age": after.part("staleness/max"),
+        "learner_waited_s": round(after.part("time/waiting_s") + after.part("time/lease_s"), 4),
         "writers_waited_s": round(after.part("time/ahead/idle_s"), 4),
-        "samples_per_s": {f"staleness={k}": [round(rate, 2) for rate in paces[k].samples_per_s] for k in paces},
+        "samples_per_s": {f"staleness={k}": [round(rate, 2) for rate in sides[k].samples_per_s] for k in sides},
     }
 
 
 def best_ratio(placement: str, generation_s: float, reward_s: float, learning_s: float) -> float:
-    """Of the samples per second with staleness 1: two batches are under way, and each part is done once at a time."""
+    """Return the best ratio with staleness 1: two batches are under way, and each part is done once at a time."""
     whole = generation_s + reward_s + learning_s
     apart = [generation_s, learning_s] if placement == "standalone" else [generation_s + learning_s]
     return whole / max(*apart, whole / 2)
@@ -152,16 +150,11 @@ def best_ratio(placement: str, generation_s: float, reward_s: float, learning_s:
 def learn(folder: Path, plan: Plan, has_peer: bool, is_quick: bool) -> tuple[list[Row], dict[str, Any]]:
     import torch
 
-    from practicum.demo.arithmetic import all_problems, write_problems
-    from practicum.demo.run import NUM_HELD_OUT, WARM_UP_ACCURACY, WRONG_SHARE, demo_config
-    from practicum.demo.warmup import warm_up
+    from practicum.demo.run import WARM_UP_ACCURACY, demo_config
+    from practicum.loop.run_folder import read_metrics
 
-    train, held_out = all_problems(0, NUM_HELD_OUT)
-    write_problems(folder / "train.jsonl", train)
-    write_problems(folder / "held-out.jsonl", held_out)
-    until = 0.0 if is_quick else WARM_UP_ACCURACY  # 0: it stops as soon as it may
     torch.set_num_threads(1)  # the model is too small to gain from more
-    warm_up(folder / "model", train, seed=0, until_accuracy=until, wrong_share=WRONG_SHARE)
+    write_demo(folder, until_accuracy=0.0 if is_quick else WARM_UP_ACCURACY)  # 0: it stops as soon as it may
     before, after = {}, {}
     for staleness in (1, 0):
         overrides = [
@@ -176,16 +169,22 @@ def learn(folder: Path, plan: Plan, has_peer: bool, is_quick: bool) -> tuple[lis
         ]
         config = demo_config(folder, overrides)
         after[staleness] = [report.accuracy for report in trainer_of(config).steps()][-1]
-        before[staleness] = first_accuracy(Path(config.trainer.run_dir))
+        before[staleness] = float(read_metrics(Path(config.trainer.run_dir))[0]["validation/accuracy"])
     metric = f"held-out accuracy after {plan.learning_steps} steps"
-    rows = [Row(LEARNING, metric, after[1], after[0] if has_peer else None, PEER if has_peer else None)]
+    rows = beside(LEARNING, metric, after[1], {PEER: after[0]} if has_peer else {})
     return rows, {"held_out_before": before[1], "steps": plan.learning_steps}
 
 
-def first_accuracy(run_dir: Path) -> float:
-    from practicum.loop.run_folder import read_metrics
+def write_demo(folder: Path, until_accuracy: float) -> None:
+    """Write the demonstration's problems, and its model warmed up until that accuracy."""
+    from practicum.demo.arithmetic import all_problems, write_problems
+    from practicum.demo.run import NUM_HELD_OUT, WRONG_SHARE
+    from practicum.demo.warmup import warm_up
 
-    return float(read_metrics(run_dir)[0]["validation/accuracy"])
+    train, held_out = all_problems(0, NUM_HELD_OUT)
+    write_problems(folder / "train.jsonl", train)
+    write_problems(folder / "held-out.jsonl", held_out)
+    warm_up(folder / "model", train, seed=0, until_accuracy=until_accuracy, wrong_share=WRONG_SHARE)
 
 
 def trainer_of(config: Any) -> Any:
@@ -195,36 +194,16 @@ def trainer_of(config: Any) -> Any:
 
 
 def set_delay(folder: Path, seconds: float) -> None:
-    written = folder / "delay.new"
-    written.write_text(str(seconds))
-    written.rename(folder / "delay")
+    new = folder / "delay.new"
+    new.write_text(str(seconds))
+    new.rename(folder / "delay")
 
 
-def write_work(folder: Path, seed: int = 0) -> None:
-    """A Qwen3 of two layers with random weights, hardly any of whose answers ends before it is cut off."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    tokenizer = make_word_tokenizer()
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder / "work-model")
-    tokenizer.save_pretrained(folder / "work-model")
+def write_work(folder: Path) -> None:
+    """Write prompts, a reward and a Qwen3 of two layers with random weights, hardly any of whose answers ends before
+    it is cut off."""
+    small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
+    write_model(folder / "work-model", mixture_of_experts=False, **small)
     write_prompts(folder / "prompts.jsonl")
     set_delay(folder, 0.0)
     (folder / "grade.py").write_text(_GRADE.format(delay=str(folder / "delay")))

@@ -1,17 +1,40 @@
-"""`replay`: router replay, whether it is exact, what it changes, what it costs, and what its records take.
+"""`replay`: router replay: exactness, effect, cost, and what records take.
 
-    exact    seven families, and two ranks against one     the live router             replay_exact.py
-    effect   three models in bfloat16                      replay disabled             replay_effect.py
-    cost     rollout, update                               replay disabled             replay_cost.py, in turns
-    size     records of five shapes; memory in flight      plain arrays, the bound     replay_size.py
-    file     recordings cut off, or with a wrong bit                                   replay_damage.py
+    exact    replay chooses what was recorded and changes nothing else, family by family and over ranks  replay_exact.py
+    effect   how far trainer and rollout are apart in bfloat16, with replay and without                  replay_exact.py
+    cost     what replay adds to the rollout and to the update                                           replay_cost.py
+    size     bytes that records take, against plain arrays and the bound; how fast they are coded
+    memory   what a large batch in flight takes as it travels
+    file     recordings cut off, or with a wrong bit: what can be read, and is any of it wrong?
 
 The other side is ours too, or arithmetic: there is no peer to install.
+
+Routes are random (all combinations alike) or skewed: the i-th expert in popularity is wanted as 1/i (Zipf), in each
+layer with an order of its own. The bound is that of random ones, log2 C(E, k) bits a layer; skewed ones may take less.
 """
 
 from __future__ import annotations
 
-from bench.harness import Options, Outcome, UsageError
+import math
+import os
+import pickle
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from bench.harness import Options, Outcome, Row, UsageError
+from practicum.errors import ReplayError
+from practicum.replay import Recording, RecordingHeader, RouteWriter, coded
+from practicum.replay.codec import decode_routes, encode_routes
+from practicum.replay.combinations import Ids
+from practicum.replay.records import RecordedSample
+from practicum.types import Prompt, RoutedExperts, Sample, Score, route_dtype
 
 THREADS = 1  # in this process: the matrices are small, and a second thread costs more than it brings
 
@@ -19,17 +42,225 @@ THREADS = 1  # in this process: the matrices are small, and a second thread cost
 def run(options: Options) -> Outcome:
     if options.peer not in (None, "none"):
         raise UsageError(f"peer {options.peer!r} is not known here; known: none. Ours is compared with itself.")
-    # They bring torch, which other benchmarks can do without.
     import torch
 
-    from bench import replay_cost, replay_damage, replay_effect, replay_exact, replay_size
+    from bench import replay_cost, replay_exact
 
     cost = replay_cost.run(options)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     try:
-        before = [*replay_exact.rows(options), *replay_effect.rows(options)]
-        after = [*replay_size.rows(options), *replay_damage.rows(options)]
+        before = replay_exact.rows(options)
+        after = [*record_rows(options), *damage_rows(options)]
     finally:
         torch.set_num_threads(num_threads)
     return Outcome([*before, *cost.rows, *after], cost.environment)
+
+
+# Sizes
+
+SHAPES = [(8, 2, 32), (64, 8, 16), (128, 8, 48), (256, 8, 58), (512, 10, 48)]  # experts, k, layers
+MEMORY = "memory, 1,024 samples of 16,384 tokens"
+IN_FLIGHT, SAMPLE_TOKENS, IN_FLIGHT_SHAPE = 1024, 16384, (128, 8, 48)
+KINDS = ("random", "Zipf")
+NUM_TIMED = 5
+
+
+def record_rows(options: Options) -> list[Row]:
+    found: list[Row] = []
+    num_tokens = SAMPLE_TOKENS // 16 if options.quick else SAMPLE_TOKENS
+    for num_experts, k, num_layers in SHAPES:
+        case = f"size {num_experts},{k},{num_layers}"
+        if options.wants(case):
+            found += size_rows(case, num_experts, k, num_layers, num_tokens)
+    if options.wants(MEMORY):
+        found += memory_rows(num_tokens)
+    return found
+
+
+def size_rows(case: str, num_experts: int, k: int, num_layers: int, num_tokens: int) -> list[Row]:
+    found = []
+    for kind in KINDS:
+        experts = make_routes(num_tokens, num_layers, k, num_experts, skewed=kind == "Zipf")
+        code, encode_s, decode_s = timed(experts, num_experts)
+        plain = {
+            "bound": num_layers * math.log2(math.comb(num_experts, k)) / 8,
+            experts.dtype.name: num_layers * k * experts.itemsize,
+            "int32": num_layers * k * 4,
+        }
+        size = len(code) / num_tokens
+        found += [Row(case, f"bytes per token, {kind}", size, peer, name, "lower") for name, peer in plain.items()]
+        found.append(Row(case, f"encode, MB/s of {experts.dtype.name}, {kind}", experts.nbytes / encode_s / 1e6))
+        found.append(Row(case, f"decode, MB/s of {experts.dtype.name}, {kind}", experts.nbytes / decode_s / 1e6))
+    return found
+
+
+def timed(experts: Ids, num_experts: int) -> tuple[bytes, float, float]:
+    """Return the code, and the CPU seconds of this thread for coding and reading it; one thread does all of it."""
+    num_tokens, num_layers, k = experts.shape
+    encoding, decoding = [], []
+    for _ in range(NUM_TIMED):
+        began = time.thread_time()
+        code = encode_routes(experts, num_experts)
+        between = time.thread_time()
+        back = decode_routes(code, num_tokens, num_layers, k, num_experts)
+        decoding.append(time.thread_time() - between)
+        encoding.append(between - began)
+    if not np.array_equal(back, experts):
+        raise RuntimeError(f"routes of shape {experts.shape} come back different")
+    return code, median(encoding), median(decoding)
+
+
+def make_routes(num_tokens: int, num_layers: int, k: int, num_experts: int, skewed: bool) -> Ids:
+    """Return routes [tokens, layers, k], ascending in each row."""
+    dice = np.random.default_rng([num_experts, k, num_layers, skewed])
+    routes = np.empty((num_tokens, num_layers, k), route_dtype(num_experts))
+    for layer in range(num_layers):
+        # The first k to come if each comes at its own rate: a draw without replacement by these weights.
+        waits = dice.exponential(size=(num_tokens, num_experts))
+        if skewed:
+            waits *= dice.permutation(np.arange(1, num_experts + 1))
+        routes[:, layer] = np.sort(np.argpartition(waits, k - 1)[:, :k])
+    return routes
+
+
+def memory_rows(num_tokens: int) -> list[Row]:
+    """Measure one sample of that length, as the rest are alike."""
+    num_experts, k, num_layers = IN_FLIGHT_SHAPE
+    experts = make_routes(num_tokens, num_layers, k, num_experts, skewed=False)
+    layers = np.arange(num_layers, dtype=np.int32)
+    (travelling,) = coded([RoutedExperts(experts, layers, np.ones(num_tokens, np.bool_), num_experts)])
+    whole = IN_FLIGHT * SAMPLE_TOKENS / num_tokens / 2**30
+    ours = len(pickle.dumps(travelling, protocol=5)) * whole
+    plain = {"uint8": experts.nbytes, "int32": 4 * experts.nbytes}
+    return [Row(MEMORY, "GiB as they travel", ours, size * whole, name, "lower") for name, size in plain.items()]
+
+
+# Damaged files
+
+HEADER = RecordingHeader("bench-moe", tuple(range(16)), 64, 8, "bench-tokenizer")
+NUM_SAMPLES = 24
+CHUNK_TOKENS = 120  # some three samples
+CUT_OFF, FLIPPED = "file, cut off", "file, a bit flipped"
+
+
+@dataclass(slots=True)
+class Damage:
+    """What came of opening a damaged file so many times, and asking it for every sample."""
+
+    num_files: int = 0
+    num_refused: int = 0  # files that could not be opened: the damage is in the header
+    num_rows: int = 0  # token-layers that were read
+    num_refused_samples: int = 0  # missing, or a ReplayError
+    num_wrong_rows: int = 0  # read though they are not what was recorded
+    num_crashes: int = 0  # any exception but a ReplayError
+    num_lost_needlessly: int = 0  # samples not read though the damage is not in their chunk
+
+    @property
+    def readable_share(self) -> float:
+        """The share of the samples of all files."""
+        num_lost = self.num_refused_samples + (self.num_refused + self.num_crashes) * NUM_SAMPLES
+        return 1 - num_lost / (self.num_files * NUM_SAMPLES)
+
+    def rows(self, case: str) -> list[Row]:
+        return [
+            Row(case, f"crashes, of {self.num_files:,} files", self.num_crashes, better="lower"),
+            Row(case, f"wrong rows, of {self.num_rows:,} given out", self.num_wrong_rows, better="lower"),
+            Row(case, "samples lost though the damage is elsewhere", self.num_lost_needlessly, better="lower"),
+            Row(case, "share of samples still readable", self.readable_share),
+        ]
+
+
+def cut_off(whole: bytes, dice: random.Random) -> tuple[bytes, int, int]:
+    """Return the file cut off at a random byte, and where the damage begins and ends."""
+    at = dice.randrange(len(whole))
+    return whole[:at], at, len(whole)
+
+
+def flipped(whole: bytes, dice: random.Random) -> tuple[bytes, int, int]:
+    """Return the file with a random bit flipped, and where the damage begins and ends."""
+    data, at = bytearray(whole), dice.randrange(len(whole))
+    data[at] ^= 1 << dice.randrange(8)
+    return bytes(data), at, at + 1
+
+
+def damage_rows(options: Options) -> list[Row]:
+    found: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="bench-replay-") as folder:
+        for case, harm in ((CUT_OFF, cut_off), (FLIPPED, flipped)):
+            if options.wants(case):
+                found += damaged(harm, 50 if options.quick else 1000, Path(folder)).rows(case)
+    return found
+
+
+def damaged(
+    harm: Callable[[bytes, random.Random], tuple[bytes, int, int]], num_files: int, folder: Path, seed: int = 0
+) -> Damage:
+    records = {record.id: record for record in map(make_record, range(NUM_SAMPLES))}
+    path = folder / "recording"
+    with RouteWriter(path, HEADER, CHUNK_TOKENS) as writer:
+        writer.append(records.values())
+    whole = path.read_bytes()
+    with Recording(path) as recording:
+        chunks = recording.files[0].chunks
+    spans = {entry.id: (c.head.offset, c.head.offset + c.head.size) for c in chunks for entry in c.samples}
+    dice, found = random.Random(seed), Damage(num_files)
+    for _ in range(num_files):
+        data, start, end = harm(whole, dice)
+        path.write_bytes(data)
+        got: dict[str, RecordedSample] = {}
+        try:
+            with Recording(path) as recording:
+                for id in records:
+                    try:
+                        got[id] = recording.record(id)
+                    except ReplayError:
+                        found.num_refused_samples += 1
+        except ReplayError:
+            found.num_refused += 1
+            continue
+        except Exception:
+            found.num_crashes += 1
+            continue
+        for id, record in records.items():
+            if id in got:
+                found.num_rows += len(record.routes) * len(HEADER.layers)
+                found.num_wrong_rows += num_wrong(record, got[id])
+            elif not (spans[id][0] < end and start < spans[id][1]):
+                found.num_lost_needlessly += 1
+    os.unlink(path)
+    return found
+
+
+def num_wrong(record: RecordedSample, got: RecordedSample) -> int:
+    """Return the number of wrong token-layers; all of a sample when anything else of it is not as it was."""
+    one, other = record.sample, got.sample
+    arrays = ("prompt_ids", "token_ids", "log_probs", "loss_mask", "versions", "advantages")
+    same = all(getattr(one, name).tobytes() == getattr(other, name).tobytes() for name in arrays)
+    if not same or one.text != other.text or not np.array_equal(record.routes.known, got.routes.known):
+        return len(record.routes) * len(HEADER.layers)
+    unlike = (record.routes.experts != got.routes.experts).any(-1) & record.routes.known[:, None]
+    return int(unlike.sum())
+
+
+def make_record(place: int) -> RecordedSample:
+    dice = np.random.default_rng(place)
+    prompt, answer = 12, int(dice.integers(10, 50))
+    sample = Sample(
+        prompt=Prompt(f"prompt-{place}", text=f"What is {place} + {place}?", answer=str(2 * place)),
+        prompt_ids=dice.integers(0, 50_000, prompt).astype(np.int32),
+        token_ids=dice.integers(0, 50_000, answer).astype(np.int32),
+        log_probs=-dice.random(answer).astype(np.float32),
+        loss_mask=np.ones(answer, np.bool_),
+        versions=np.zeros(answer, np.int32),
+        text=f"It is {2 * place}.",
+        finish_reason="stop",
+        id=f"sample-{place}",
+        score=Score(1.0),
+        advantages=np.full(answer, 0.5, np.float32),
+    )
+    shape = (prompt + answer, len(HEADER.layers), HEADER.num_experts)
+    experts = np.sort(np.argsort(dice.random(shape), axis=-1)[..., : HEADER.k], axis=-1).astype(HEADER.dtype)
+    known = np.arange(shape[0]) < shape[0] - 1
+    routes = RoutedExperts(experts, np.array(HEADER.layers, np.int32), known, HEADER.num_experts)
+    return RecordedSample(1, place, sample, routes)

@@ -6,44 +6,49 @@
 
 With one mini-batch R2 alone computes old log-probs, for the sake of its record: a forward pass more, which is no cost
 of replay. Nothing is compared with the rollout (`compare_every=0`). The samples were written by the native engine.
+`python -m bench.replay_cost JOB MODE` is a contestant.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from bench.grpo_work import VOCABULARY, write_model
+from bench.contestant import JobFile, Line, step
 from bench.harness import Options, Outcome, Row
-from bench.replay_work import routes_of, write_samples
-from bench.turns import Contestant, Plan, Tally, take_turns
-from practicum.models import DTYPES
+from bench.models import VOCABULARY, write_model
+from bench.replay_exact import actor_settings, dealt, replay_settings, routes_of
+from bench.turns import Plan, Tally, cpu_environment, opened, take_turns
+from bench.work import groups_of, native_engine, to_learn_from, written
+from practicum.controller import LocalWorkerGroup, RayClassWithInitArgs, WorkerGroup
 from practicum.replay import coded
-from practicum.rollout.native import NativeRollout
-from practicum.types import Sample
+from practicum.rollout.base import BaseRollout
+from practicum.train import ActorWorker
+from practicum.types import PromptGroup, Sample, SamplingParams
 
+DISABLED = "disabled"
 ROLLOUT, UPDATE, UPDATES = "cost rollout", "cost update, 1 mini-batch", "cost update, 4 mini-batches"
+MINI_BATCHES = {UPDATE: 1, UPDATES: 4}
 MODES: dict[str, Sequence[str]] = {
-    ROLLOUT: ("disabled", "R3"),
-    UPDATE: ("disabled", "R3"),
-    UPDATES: ("disabled", "R2", "R3"),
+    ROLLOUT: (DISABLED, "R3"),
+    UPDATE: (DISABLED, "R3"),
+    UPDATES: (DISABLED, "R2", "R3"),
 }
 FULL = Plan(warmup_steps=2, num_rounds=20, steps_per_turn=1, extra_rounds=40, patience_s=600)
 QUICK = Plan(warmup_steps=1, num_rounds=1, steps_per_turn=1)
-END_S = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+@dataclass(frozen=True)
+class Job(JobFile):
     """All a contestant needs to know."""
 
     folder: str  # of its own: for samples and recordings
@@ -57,27 +62,26 @@ class Job:
     device: str = "cpu"
     dtype: str = "float32"
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
+    @property
+    def engine(self) -> dict[str, Any]:
+        return {"device": self.device, "dtype": self.dtype, "max_batch": self.num_samples}
 
-    @classmethod
-    def read(cls, path: str) -> Job:
-        return cls(**json.loads(Path(path).read_text()))
+    def groups(self, prompt_tokens: tuple[int, int], seed: int = 0) -> list[PromptGroup]:
+        params = SamplingParams(self.new_tokens, ignore_eos=True)
+        return groups_of(self.num_samples, prompt_tokens, params, self.vocabulary, seed)
 
-    def write_samples(self, samples: Sequence[Sample]) -> None:
-        """With routes as they travel."""
-        routes = coded(routes_of(samples))
-        travelling = [replace(sample, routes=own) for sample, own in zip(samples, routes, strict=True)]
-        (Path(self.folder) / "samples.pkl").write_bytes(pickle.dumps(travelling))
+    def make_samples(self) -> None:
+        """Have the native engine write samples; keep them with routes as they travel."""
+        spread = self.prompt_tokens // 4
+        with native_engine(self.model, keep_routes=True, **self.engine) as engine:
+            samples = written(engine, self.groups((self.prompt_tokens - spread, self.prompt_tokens + spread)))
+        for sample, routes in zip(samples, coded(routes_of(samples)), strict=True):
+            sample.routes = routes
+        (Path(self.folder) / "samples.pkl").write_bytes(pickle.dumps(samples))
 
     def read_samples(self) -> list[Sample]:
         samples: list[Sample] = pickle.loads((Path(self.folder) / "samples.pkl").read_bytes())
         return samples
-
-
-def parts_of(case: str) -> int:
-    """Mini-batches of a step."""
-    return {UPDATE: 1, UPDATES: 4}[case]
 
 
 def run(options: Options) -> Outcome:
@@ -91,7 +95,7 @@ def run(options: Options) -> Outcome:
         few = {"num_samples": 8, "prompt_tokens": 8, "new_tokens": 8} if options.quick else {}
         job = Job(name, str(folder / "model"), threads, **few)
         if set(wanted) - {ROLLOUT}:
-            make_samples(job)
+            job.make_samples()
         plan = QUICK if options.quick else FULL
         tallies = contest(job, wanted, plan, folder)
     rows = [row for case in wanted for row in case_rows(case, tallies[case])]
@@ -100,61 +104,112 @@ def run(options: Options) -> Outcome:
     return Outcome(rows, {"cost": {"plan": asdict(plan), **sizes, "cpu_share_of_others": others}})
 
 
-def make_samples(job: Job) -> None:
-    """Written by the native engine, which keeps their routes."""
-    engine = open_engine(job, keep_routes=True)
-    lengths = (job.prompt_tokens - job.prompt_tokens // 4, job.prompt_tokens + job.prompt_tokens // 4)
-    job.write_samples(write_samples(engine, job.num_samples, lengths, job.new_tokens, job.vocabulary))
-    engine.close()
-
-
-def open_engine(job: Job, keep_routes: bool) -> NativeRollout:
-    engine = NativeRollout(
-        job.model,
-        device=torch.device(job.device),
-        dtype=DTYPES[job.dtype],
-        max_batch=job.num_samples,
-        keep_routes=keep_routes,
-    )
-    engine.resume()
-    return engine
-
-
 def contest(job: Job, cases: Sequence[str], plan: Plan, folder: Path) -> dict[str, dict[str, Tally]]:
-    """Tallies by case and mode."""
+    """Return tallies by case and mode."""
     job.write(folder / "job.json")
-    env = {"OMP_NUM_THREADS": str(job.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    program = [sys.executable, "-m", "bench.contestants.practicum_replay", str(folder / "job.json")]
+    program = [sys.executable, "-m", "bench.replay_cost", str(folder / "job.json")]
+    commands = {mode: [*program, mode] for case in cases for mode in MODES[case]}
     found: dict[str, dict[str, Tally]] = {}
-    with ExitStack() as stack:
-        sides = {
-            mode: stack.enter_context(Contestant(mode, [*program, mode], folder, env, end_s=END_S))
-            for mode in dict.fromkeys(mode for case in cases for mode in MODES[case])
-        }
-        for side in sides.values():
+    with opened(commands, folder, cpu_environment(job.threads), end_s=3.0) as sides:
+        for side in sides:
             side.ready(plan.start_s)
         for case in cases:
             print(f"{case}:", file=sys.stderr, flush=True)
-            found[case] = take_turns([sides[mode] for mode in MODES[case]], plan, case)
-        for side in sides.values():
-            side.dismiss()
+            found[case] = take_turns([side for side in sides if side.name in MODES[case]], plan, case)
     return found
 
 
 def case_rows(case: str, tallies: Mapping[str, Tally]) -> list[Row]:
-    rows = []
-    plain = tallies["disabled"]
-    for mode, tally in tallies.items():
-        if mode == "disabled":
-            continue
-        for metric, read in (("s a step", seconds_of), ("CPU s a step", cpu_seconds_of)):
-            rows.append(Row(case, f"{mode}: {metric}", read(tally), read(plain), "disabled", "lower"))
-    return rows
+    plain = tallies[DISABLED]
+    return [
+        Row(case, f"{mode}: {metric}", read(tally), read(plain), DISABLED, "lower")
+        for mode, tally in tallies.items()
+        if mode != DISABLED
+        for metric, read in (
+            ("s a step", lambda tally: tally.parts()["step"]),
+            ("CPU s a step", lambda tally: tally.cpu_s / len(tally.steps)),
+        )
+    ]
 
 
-def seconds_of(tally: Tally) -> float:
-    return tally.parts()["step"]
+# A contestant: one mode of router replay
 
 
-def cpu_seconds_of(tally: Tally) -> float:
-    return tally.cpu_s / len(tally.steps)
+class Side:
+    """Engine and learner of one mode. They are made when they are first needed."""
+
+    def __init__(self, job: Job, mode: str) -> None:
+        self._job = job
+        self._mode = mode
+        self._num_steps = 0
+        self._stack = ExitStack()
+
+    def step(self, case: str) -> dict[str, Any]:
+        self._num_steps += 1
+        return self._rollout() if case == ROLLOUT else self._update(MINI_BATCHES[case])
+
+    def _rollout(self) -> dict[str, Any]:
+        engine, length = self._engine, self._job.prompt_tokens
+        groups = self._job.groups((length, length), seed=1000 * self._num_steps)
+        began = time.perf_counter()
+        samples = written(engine, groups)
+        seconds = time.perf_counter() - began
+        num_kept = sum(sample.routes is not None for sample in samples)
+        if num_kept != (len(samples) if self._mode == "R3" else 0):
+            raise RuntimeError(f"{num_kept} of {len(samples)} samples have routes in mode {self._mode}")
+        return step(seconds, sum(len(sample.token_ids) for sample in samples))
+
+    def _update(self, num_parts: int) -> dict[str, Any]:
+        samples = to_learn_from(self._samples, self._num_steps)
+        batches = dealt(samples, 1, num_parts, self._job.micro_batch_tokens)
+        learner = self._learner
+        began = time.perf_counter()
+        (stats,) = learner.map(ActorWorker.update, batches, self._num_steps)
+        seconds = time.perf_counter() - began
+        num_tokens = sum(sample.num_tokens for sample in samples)
+        if (stats.replay is None) != (self._mode == DISABLED):
+            raise RuntimeError(f"replay statistics {stats.replay} in mode {self._mode}")
+        if stats.replay is not None and stats.replay.num_rows != num_tokens:
+            raise RuntimeError(f"{stats.replay.num_rows} tokens were replayed where {num_tokens} were learnt from")
+        return step(seconds, num_tokens)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    @cached_property
+    def _engine(self) -> BaseRollout:
+        engine = native_engine(self._job.model, keep_routes=self._mode == "R3", **self._job.engine)
+        return self._stack.enter_context(engine)
+
+    @cached_property
+    def _samples(self) -> list[Sample]:
+        samples = self._job.read_samples()
+        return samples if self._mode == "R3" else [replace(sample, routes=None) for sample in samples]
+
+    @cached_property
+    def _learner(self) -> WorkerGroup[ActorWorker]:
+        job = self._job
+        replay = None if self._mode == DISABLED else replay_settings(self._mode, Path(job.folder))
+        settings = actor_settings(
+            Path(job.model), threads=job.threads, device=job.device, compute_dtype=job.dtype, replay=replay
+        )
+        group = LocalWorkerGroup(RayClassWithInitArgs(ActorWorker, settings), name="learner")
+        self._stack.callback(group.shutdown)
+        return group
+
+
+def main() -> None:
+    line = Line()
+    import torch
+
+    job = Job.read(sys.argv[1])
+    torch.set_num_threads(job.threads)
+    side = Side(job, sys.argv[2])
+    try:
+        line.serve(["practicum", "torch", "transformers"], side.step)
+    finally:
+        side.close()
+
+
+if __name__ == "__main__":
+    main()

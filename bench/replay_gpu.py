@@ -10,28 +10,22 @@ A part that fails is named in the file and makes the exit code 1; the others sta
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from bench.contestants.practicum_replay import Side
-from bench.harness import ROOT, Row, environment, print_table, write_json
-from bench.replay_cost import MODES, ROLLOUT, UPDATE, UPDATES, Job, make_samples
-from bench.replay_effect import Sizes, measured
-from bench.replay_exact import exactness
-from bench.replay_models import Shape, save_family, save_plain
-from bench.replay_work import load_learner
+from bench.harness import RESULTS, Row, environment, free_memory, run_parts
+from bench.models import LARGE_VOCABULARY, MIXTURES, Shape, save_family
+from bench.replay_cost import DISABLED, MODES, ROLLOUT, UPDATE, UPDATES, Job, Side
+from bench.replay_exact import Sizes, exactness, load_learner, measured
 
 FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
-DISABLED = "disabled"
+assert set(FAMILIES) <= MIXTURES.keys()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +42,7 @@ class Work:
 
 LARGE = Work(
     "1.6B",
-    Shape(16, 1024, 384, 64, 8, gates=0.3, experts=1.0, vocabulary=151_936, heads=16, head_dim=128),
+    Shape(16, 1024, 384, 64, 8, gates=0.3, experts=1.0, vocabulary=LARGE_VOCABULARY, heads=16, head_dim=128),
     Sizes(32, (64, 192), 128),
     num_samples=32,
     prompt_tokens=128,
@@ -69,40 +63,12 @@ SMALL = Work(
 
 
 def exact_rows(device: torch.device, folder: Path) -> list[Row]:
-    rows = []
-    for family in FAMILIES:
-        learner = load_learner(save_family(family, folder / family), device)
-        rows += exactness(learner).rows(f"exact {family}")
-    return rows
-
-
-def make_model(work: Work, device: torch.device, model: Path) -> list[Row]:
-    """No rows: the parts after it need the model."""
-    save_plain(work.shape, model, device.type, torch.bfloat16)
-    return []
-
-
-def effect_rows(work: Work, device: torch.device, model: Path) -> list[Row]:
-    return measured(model, work.shape, work.effect, device).rows(f"effect {work.name}")
-
-
-def make_job(work: Work, device: torch.device, model: Path, folder: Path) -> Job:
-    folder.mkdir()
-    return Job(
-        str(folder),
-        str(model),
-        torch.get_num_threads(),
-        work.num_samples,
-        work.prompt_tokens,
-        work.new_tokens,
-        vocabulary=work.shape.vocabulary,
-        device=device.type,
-        dtype="bfloat16",
-    )
+    learners = {family: load_learner(save_family(family, folder / family), device) for family in FAMILIES}
+    return [row for family, own in learners.items() for row in exactness(own).rows(f"exact {family}")]
 
 
 def rollout_rows(work: Work, job: Job) -> list[Row]:
-    """Both engines in this process, a batch each in turn."""
+    """Both engines are in this process and write a batch each in turn."""
     sides = {mode: Side(job, mode) for mode in MODES[ROLLOUT]}
     seconds: dict[str, list[float]] = {mode: [] for mode in sides}
     for number in range(work.num_warm + work.num_rounds):
@@ -116,27 +82,27 @@ def rollout_rows(work: Work, job: Job) -> list[Row]:
 
 
 def update_rows(work: Work, job: Job) -> list[Row]:
-    """One learner after the other: a process has room for one. Disabled comes first and last, to show any drift."""
-    make_samples(job)
-    free()
+    """One learner comes after the other: a process has room for one. Disabled is first and last, to show any drift."""
+    job.make_samples()
+    free_memory()
     by_case: dict[str, dict[str, list[float]]] = {UPDATE: {}, UPDATES: {}}
-    for number, mode in enumerate((DISABLED, "R3", "R2", DISABLED)):
+    for mode in (DISABLED, "R3", "R2", DISABLED):
         side = Side(job, mode)
         try:
             for case, seconds in by_case.items():
                 if mode in MODES[case]:
                     took = [timed(side, case) for _ in range(work.num_warm + work.num_rounds)][work.num_warm :]
                     seconds.setdefault(mode, []).extend(took)
-                    print(f"{case}, {mode} ({number + 1}): {statistics.median(took):.4f} s", flush=True)
+                    print(f"{case}, {mode}: {statistics.median(took):.4f} s", flush=True)
         finally:
             side.close()
             del side
-            free()
+            free_memory()
     return [row for case, seconds in by_case.items() for row in cost_rows(case, seconds)]
 
 
 def timed(side: Side, case: str) -> float:
-    """Seconds of a step, to the end of what it has set going on the device."""
+    """Return the seconds of a step, to the end of what it has set going on the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     began = time.perf_counter()
@@ -148,62 +114,39 @@ def timed(side: Side, case: str) -> float:
 
 def cost_rows(case: str, seconds: dict[str, list[float]]) -> list[Row]:
     medians = {mode: statistics.median(own) for mode, own in seconds.items()}
-    return [
-        Row(case, f"{mode}: s a step", own, medians[DISABLED], DISABLED, "lower")
-        for mode, own in medians.items()
-        if mode != DISABLED
-    ]
-
-
-def free() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def measure(work: Work, device: torch.device, folder: Path) -> tuple[list[Row], dict[str, str], dict[str, float]]:
-    """Rows, what failed and why, and the seconds of each part."""
-    rows: list[Row] = []
-    failed: dict[str, str] = {}
-    seconds: dict[str, float] = {}
-    model = folder / "model"
-    job = make_job(work, device, model, folder / "cost")
-    parts: Sequence[tuple[str, Callable[[], list[Row]]]] = [
-        ("exact", lambda: exact_rows(device, folder)),
-        ("model", lambda: make_model(work, device, model)),
-        ("effect", lambda: effect_rows(work, device, model)),
-        ("cost rollout", lambda: rollout_rows(work, job)),
-        ("cost update", lambda: update_rows(work, job)),
-    ]
-    for name, part in parts:
-        began = time.perf_counter()
-        try:
-            rows += part()
-        except Exception as error:  # time on such a machine is dear: the other parts are measured all the same
-            traceback.print_exc()
-            failed[name] = f"{type(error).__name__}: {error}"
-        free()
-        seconds[name] = round(time.perf_counter() - began, 1)
-        print(f"{name}: {seconds[name]} s", flush=True)
-    return rows, failed, seconds
+    plain = medians.pop(DISABLED)
+    return [Row(case, f"{mode}: s a step", own, plain, DISABLED, "lower") for mode, own in medians.items()]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.replay_gpu")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--small", action="store_true", help="a tiny model: does it run")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder for replay_gpu.json")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for replay_gpu.json")
     given = parser.parse_args()
     device = torch.device(given.device)
     work = SMALL if given.small else LARGE
-    where = environment("python -m bench.replay_gpu")
+    where = environment("python -m bench.replay_gpu") | {"work": asdict(work)}
     where["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     with tempfile.TemporaryDirectory(prefix="bench-replay-") as name:
-        rows, failed, seconds = measure(work, device, Path(name))
-    where |= {"work": asdict(work), "seconds_of_parts": seconds, "failed": failed}
-    print_table("replay_gpu", rows)
-    write_json(given.out / "replay_gpu.json", rows, where)
-    return 1 if failed else 0
+        model, folder = Path(name) / "model", Path(name) / "cost"
+        folder.mkdir()
+        sizes = (work.num_samples, work.prompt_tokens, work.new_tokens)
+        kind = {"vocabulary": work.shape.vocabulary, "device": device.type, "dtype": "bfloat16"}
+        job = Job(str(folder), str(model), torch.get_num_threads(), *sizes, **kind)
+
+        def make_model() -> list[Row]:
+            work.shape.save(model, device.type, "bfloat16")
+            return []  # no rows: the parts after it need the model
+
+        parts = {
+            "exact": lambda: exact_rows(device, Path(name)),
+            "model": make_model,
+            "effect": lambda: measured(model, work.shape, work.effect, device).rows(f"effect {work.name}"),
+            "cost rollout": lambda: rollout_rows(work, job),
+            "cost update": lambda: update_rows(work, job),
+        }
+        return run_parts("replay_gpu", parts, given.out, where)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,11 @@ import psutil
 from bench.contestant import Line, step
 from bench.reward_functions import MISDEEDS
 from bench.reward_items import Item, hostile_items
-from bench.reward_ours import FUNCTIONS, make_sample
+from bench.reward_ours import FUNCTIONS, groups_of, make_sample, scores_of
 from bench.reward_work import NUM_WORKERS
 from practicum.config import RewardConfig
 from practicum.controller import open_controller
+from practicum.controller.loop import run_sync
 from practicum.reward import open_reward_centre
 from practicum.types import Score
 
@@ -80,22 +81,27 @@ def _marked(mark: str) -> list[int]:
 
 def take_step(num_samples: int) -> dict[str, float]:
     mark = os.environ[MARK] = uuid.uuid4().hex
-    with (
-        open_controller("ray", num_workers=NUM_WORKERS, use_gpu=False, max_colocate_count=1) as controller,
-        open_reward_centre(RewardConfig(**CONFIG), controller) as manager,  # type: ignore[arg-type]
-    ):
-        rest = [item for item in hostile_items(num_samples) if item.text != HANG]
-        rest_s = manager.grade([make_sample(item, [1]) for item in rest]).report.seconds
-        items = hostile_items(num_samples)
-        graded = manager.grade([make_sample(item, [1]) for item in items])
-        num_marked = len(_marked(mark))
+    items = hostile_items(num_samples)
+    groups = groups_of([make_sample(item, [1]) for item in items])
+
+    async def grade() -> tuple[float, float]:
+        async with open_reward_centre(RewardConfig(**CONFIG), controller) as manager:  # type: ignore[arg-type]
+            rest = [make_sample(item, [1]) for item in hostile_items(num_samples) if item.text != HANG]
+            rest_s = (await manager.grade(groups_of(rest))).seconds
+            took_s = (await manager.grade(groups)).seconds
+            marked.extend(_marked(mark))
+            return rest_s, took_s
+
+    marked: list[int] = []
+    with open_controller("ray", num_workers=NUM_WORKERS, use_gpu=False, max_colocate_count=1) as controller:
+        rest_s, took_s = run_sync(grade())
     # Else no process that is left would be seen either.
-    if num_marked < NUM_PROCESSES:
-        raise RuntimeError(f"only {num_marked} processes carry the mark that all of ours inherit")
-    wrong = wrong_ones(items, graded.scores)
+    if len(marked) < NUM_PROCESSES:
+        raise RuntimeError(f"only {len(marked)} processes carry the mark that all of ours inherit")
+    wrong = wrong_ones(items, scores_of(groups))
     num_hanging = sum(item.text == HANG for item in items)
     return {
-        "took_s": graded.report.seconds,
+        "took_s": took_s,
         "allowed_s": allowed_s(num_hanging, rest_s),
         "wrong": len(wrong),
         "wrong_raise": sum(item.value is not None or item.text == "raise" for item, _ in wrong),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from bench.reward_items import Item
 from bench.reward_work import CONCURRENCY, NUM_PROCESSES, NUM_WORKERS, Job, take_steps
 from practicum.config import RewardConfig
 from practicum.controller import open_controller
-from practicum.reward import GradedBatch, RewardLoopManager, open_reward_centre
-from practicum.types import Prompt, Sample
+from practicum.controller.loop import run_sync
+from practicum.reward import RewardLoopManager, open_reward_centre
+from practicum.types import Prompt, PromptGroup, Sample, SamplingParams, Score, Trajectory
 
 FUNCTIONS = Path(__file__).with_name("reward_functions.py")
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -31,15 +32,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class OurBatch:
-    def __init__(self, manager: RewardLoopManager, samples: Sequence[Sample]) -> None:
+    def __init__(self, manager: RewardLoopManager, groups: Sequence[PromptGroup]) -> None:
         self._manager = manager
-        self._samples = samples
+        self._groups = groups
 
-    def grade(self) -> GradedBatch:
-        return self._manager.grade(self._samples)
+    def grade(self) -> Sequence[PromptGroup]:
+        run_sync(self._manager.grade(self._groups))
+        return self._groups
 
-    def values(self, graded: GradedBatch) -> list[float | None]:
-        return [score.value for score in graded.scores]
+    def values(self, groups: Sequence[PromptGroup]) -> list[float | None]:
+        return [score.value for score in scores_of(groups)]
+
+
+def groups_of(samples: Sequence[Sample]) -> list[PromptGroup]:
+    """Make a group of each answer."""
+    params = SamplingParams(max_new_tokens=1, num_answers=1)
+    return [
+        PromptGroup(str(i), sample.prompt, sample.prompt_ids, params, 0, [Trajectory(f"{i}/0", 0, [sample])])
+        for i, sample in enumerate(samples)
+    ]
+
+
+def scores_of(groups: Sequence[PromptGroup]) -> list[Score]:
+    scores = [trajectory.score for group in groups for trajectory in group.trajectories]
+    return [score for score in scores if score is not None]
 
 
 def make_sample(item: Item, token_ids: Sequence[int]) -> Sample:
@@ -66,15 +82,17 @@ def main() -> None:
             open_controller("ray", num_workers=NUM_WORKERS, use_gpu=False, max_colocate_count=len(CONFIGS))
         )
 
+        centres = AsyncExitStack()
+        stack.callback(lambda: run_sync(centres.aclose()))
         managers = {
-            case: stack.enter_context(open_reward_centre(RewardConfig(**CONFIGS[case]), controller))
+            case: run_sync(centres.enter_async_context(open_reward_centre(RewardConfig(**CONFIGS[case]), controller)))
             for case in job.loads
         }
 
         def pack(case: str, items: list[Item]) -> OurBatch:
             encoded = tokenizer.encode_batch([item.text for item in items])
             samples = [make_sample(item, own.ids) for item, own in zip(items, encoded, strict=True)]
-            return OurBatch(managers[case], samples)
+            return OurBatch(managers[case], groups_of(samples))
 
         take_steps(line, job, ["practicum", "ray", "math-verify"], pack)
 

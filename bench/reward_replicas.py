@@ -17,10 +17,12 @@ import psutil
 from bench.contestant import Line, step
 from bench.controller_work import start_ray
 from bench.reward_items import Item
-from bench.reward_ours import make_sample
+from bench.reward_ours import groups_of, make_sample, scores_of
 from practicum.config import RewardConfig
 from practicum.controller import open_controller
-from practicum.reward import GradedBatch, Progress, RewardLoopManager, open_reward_centre
+from practicum.controller.loop import run_sync
+from practicum.reward import RewardLoopManager, open_reward_centre
+from practicum.reward.report import GradingReport, Progress
 from practicum.types import Sample, Score
 
 NUM_REPLICAS = 3
@@ -79,8 +81,8 @@ class Faults:
 
 def replica_pids(manager: RewardLoopManager) -> list[int]:
     """The processes that listen at the addresses that the router has."""
-    assert manager._models is not None
-    ports = {int(worker["url"].rpartition(":")[2]) for worker in manager._models.router.workers()}
+    assert manager.models is not None
+    ports = {int(worker["url"].rpartition(":")[2]) for worker in manager.models.router.workers()}
     found = [
         process.pid
         for process in psutil.Process().children(recursive=True)
@@ -102,27 +104,33 @@ def take_step(num_samples: int, folder: Path) -> dict[str, float]:
     config = RewardConfig(grader="classifier", model=model, timeout_s=120.0)  # type: ignore[arg-type]
     samples = make_samples(num_samples)
     faults = Faults()
-    with (
-        open_controller("ray", num_workers=NUM_REPLICAS, use_gpu=False, max_colocate_count=2) as controller,
-        open_reward_centre(config, controller, on_progress=faults.look) as manager,
-    ):
-        manager.grade(samples[:NUM_REPLICAS])  # the first forward passes are slow
-        undisturbed = manager.grade(samples)
-        faults.victims = replica_pids(manager)
-        disturbed = manager.grade(samples)
+
+    async def grade() -> list[tuple[GradingReport, list[Score]]]:
+        async with open_reward_centre(config, controller, on_progress=faults.look) as manager:
+            await manager.grade(groups_of(samples[:NUM_REPLICAS]))  # the first forward passes are slow
+            found = []
+            for disturbs in (False, True):
+                faults.victims = replica_pids(manager) if disturbs else []
+                groups = groups_of(samples)
+                report = await manager.grade(groups)
+                found.append((report, scores_of(groups)))
+            return found
+
+    with open_controller("ray", num_workers=NUM_REPLICAS, use_gpu=False, max_colocate_count=2) as controller:
+        (undisturbed, first), (disturbed, second) = run_sync(grade())
     if faults.done_before is None:
         raise RuntimeError(f"{num_samples} samples were graded before anything could be disturbed: take more")
     return {
-        "undisturbed_s": undisturbed.report.seconds,
-        "disturbed_s": disturbed.report.seconds,
+        "undisturbed_s": undisturbed.seconds,
+        "disturbed_s": disturbed.seconds,
         "done_before": faults.done_before,
-        "missing": num_missing(undisturbed) + num_missing(disturbed),
-        "difference": largest_difference(undisturbed.scores, disturbed.scores),
+        "missing": num_missing(first) + num_missing(second),
+        "difference": largest_difference(first, second),
     }
 
 
-def num_missing(graded: GradedBatch) -> int:
-    return sum(score.value is None for score in graded.scores)
+def num_missing(scores: Sequence[Score]) -> int:
+    return sum(score.value is None for score in scores)
 
 
 def main() -> None:

@@ -1,49 +1,50 @@
 """`router`: our reward router against verl's naive one, the Rust routers of SGLang and vLLM, nginx and haproxy.
 
-Each case is a file: router_load.py (throughput and CPU time), router_latency.py, router_makespan.py (who gets which
-job), router_faults.py, router_soak.py, router_choice.py. Their workers are in router_workers.py, how each router is
-started in router_contestants.py.
+Here is what every case needs: how each router is started, workers and routers that are up. The cases are in
+router_load.py (throughput, latency, choosing a worker) and router_faults.py (makespan, faults, soak), the emulated
+workers and the client in router_work.py. All contestants get the same workers. Where speed is measured, a peer runs as
+lean as it can; where faults are, it gets the retries, health checks and time limits that it has.
 """
 
 from __future__ import annotations
 
+import http.client
+import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench import router_choice, router_faults, router_latency, router_load, router_makespan, router_soak
-from bench.harness import Options, Outcome, Row, UsageError
-from bench.router_contestants import OURS, ROUTERS
-from bench.router_scene import Entry
+from bench.harness import ContestantError, Options, Outcome, Peer, Row, UsageError
+from bench.router_work import PATH, Worker
+from bench.turns import Program, free_ports, is_listened_to, unpacked
 
-Case = tuple[Sequence[str], Callable[[Entry, Sequence[str]], Outcome]]  # names that are measured together, and how
-
-CASES: Sequence[Case] = (
-    (router_load.CASES, router_load.run),
-    ((router_latency.CASE,), lambda entry, _: router_latency.run(entry)),
-    (router_makespan.CASES, router_makespan.run),
-    (router_faults.CASES, router_faults.run),
-    ((router_soak.CASE,), lambda entry, _: router_soak.run(entry)),
-    ((router_choice.CASE,), lambda entry, _: router_choice.run(entry)),
-)
+OURS = "practicum"
+OUR_PROGRAM = Path(sys.executable).with_name("practicum")
+START_S = 60.0
+KILOBYTE = 1024  # a request to grade a long answer, or a short one's prompt, is about that long
+NGINX_RETRIES = "error timeout http_500 http_502 http_503 http_504 non_idempotent"
 
 
 def run(options: Options) -> Outcome:
     """`--ours "--policy least_requests"` gives our router more arguments."""
+    from bench import router_faults, router_load
+
     names = contestants(options.peer)
     rows: list[Row] = []
     where: dict[str, Any] = {"our_arguments": list(options.ours), "uvloop": version("uvloop")}
     with tempfile.TemporaryDirectory(prefix="bench-router-") as folder:
-        entry = Entry(names, options.quick, Path(folder), options.ours)
-        for cases, measure in CASES:
+        for cases, measure in (*router_load.CASES, *router_faults.CASES, *router_load.LAST_CASES):
             wanted = [case for case in cases if options.wants(case)]
             if wanted:
                 start = time.monotonic()
-                outcome = measure(entry, wanted)
+                with ExitStack() as stack:
+                    outcome = measure(Stage(names, options.quick, Path(folder), stack, options.ours), wanted)
                 rows += outcome.rows
                 where |= outcome.environment
                 print(f"{', '.join(wanted)}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
@@ -51,10 +52,226 @@ def run(options: Options) -> Outcome:
 
 
 def contestants(asked: str | None) -> list[str]:
-    """Ours, and all peers unless one or none was asked for."""
+    """Return ours, and all peers unless one or none was asked for."""
     peers = [name for name in ROUTERS if name != OURS]
     if asked == "none":
         return [OURS]
     if asked is not None and asked not in peers:
         raise UsageError(f"peer {asked!r} is not known here; known: {', '.join(peers)}, none.")
     return [OURS, *(peers if asked is None else [asked])]
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """A running router."""
+
+    name: str
+    port: int
+    program: Program
+
+    def wait(self) -> None:
+        """Wait until it forwards a request and the response."""
+        self.program.wait_until(lambda: _responds(self.port), START_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Who takes part, ours first; starts programs for a case, all of which are gone at the end of its stack."""
+
+    names: Sequence[str]
+    quick: bool
+    folder: Path  # for configurations and logs
+    stack: ExitStack
+    arguments: Sequence[str] = ()  # of our router
+
+    @property
+    def peers(self) -> list[str]:
+        return [name for name in self.names if name != OURS]
+
+    def open_router(
+        self,
+        name: str,
+        workers: Sequence[int],
+        *,
+        lean: bool = False,
+        response_timeout_s: float | None = None,
+        more: Sequence[str] = (),
+    ) -> Router:
+        """Start one; the caller waits for it, so that several can start at the same time."""
+        port = free_ports(1)[0]
+        setup = Setup(self.folder, port, workers, lean, response_timeout_s, (*self.arguments, *more))
+        command, env = ROUTERS[name](setup)
+        program = Program(f"{name}-{port}", command, self.folder, env)
+        return Router(name, port, self.stack.enter_context(program))
+
+    def open_all(self, workers: Sequence[int]) -> list[Router]:
+        """Start a lean router of each contestant in front of the same workers."""
+        routers = [self.open_router(name, workers, lean=True) for name in self.names]
+        for router in routers:
+            router.wait()
+        return routers
+
+    def open_light_workers(self, count: int) -> tuple[Program, list[int]]:
+        """Start workers that cost next to nothing, so that the router is the slowest: one nginx, several ports."""
+        ports = free_ports(count)
+        listens = "".join(f"listen 127.0.0.1:{port};" for port in ports)
+        http_block = f"server {{ {listens} location / {{ return 200 '{light_response()}'; }} }}"
+        command, env = nginx_command(self.folder / f"workers-{ports[0]}", http_block)
+        program = self.stack.enter_context(Program(f"workers-{ports[0]}", command, self.folder, env))
+        wait_for_ports(program, ports)
+        return program, ports
+
+    def open_workers(self, workers: Sequence[Worker]) -> Program:
+        """Start emulated workers in one process."""
+        return self.stack.enter_context(Program(f"workers-{workers[0].port}", Worker.command(workers), self.folder))
+
+
+def wait_for_ports(program: Program, ports: Sequence[int]) -> None:
+    program.wait_until(lambda: all(is_listened_to(port) for port in ports), START_S)
+
+
+def light_response() -> str:
+    """Return a kilobyte that also satisfies peers that ask a worker about itself."""
+    fields = {"id": "0", "worker": "light", "status": "ok", "model_path": "m", "object": "list", "data": [], "text": ""}
+    fields["text"] = "x" * (KILOBYTE - len(json.dumps(fields)))
+    return json.dumps(fields)
+
+
+def light_request() -> str:
+    fields = {"model": "m", "max_tokens": 1, "prompt": ""}
+    fields["prompt"] = "x" * (KILOBYTE - len(json.dumps(fields)))
+    return json.dumps(fields)
+
+
+def _responds(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5.0)
+    body = json.dumps({"model": "m", "max_tokens": 1, "prompt": "0 0 ready?"})
+    try:
+        connection.request("POST", PATH, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status == 200 and json.loads(response.read()).get("worker") is not None
+    except (OSError, http.client.HTTPException):
+        return False
+    except ValueError as error:
+        raise ContestantError(f"the router at port {port} changed a worker's response: {error}") from None
+    finally:
+        connection.close()
+
+
+# How each router is started: its command, and what to add to the environment
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    folder: Path  # for files of its own
+    port: int
+    workers: Sequence[int]  # their ports on the loopback interface
+    lean: bool = False  # speed is all that counts
+    response_timeout_s: float | None = None  # set where faults are measured: give up on a worker after that long
+    arguments: Sequence[str] = ()  # more of them, for ours
+
+    @property
+    def urls(self) -> list[str]:
+        return [f"http://127.0.0.1:{port}" for port in self.workers]
+
+
+Launch = tuple[Sequence[str], Mapping[str, str]]
+
+
+def ours(setup: Setup) -> Launch:
+    if not OUR_PROGRAM.exists():
+        raise UsageError(f"{OUR_PROGRAM} is missing: run the benchmark with the project's own interpreter.")
+    workers = [part for url in setup.urls for part in ("--worker", url)]
+    timeout = [] if setup.response_timeout_s is None else ["--response-timeout", str(setup.response_timeout_s)]
+    place = ["--host", "127.0.0.1", "--port", str(setup.port)]
+    return [str(OUR_PROGRAM), "router", *workers, *place, *timeout, *setup.arguments], {}
+
+
+def naive(setup: Setup) -> Launch:
+    """verl's. It has no time limit and no health checks; it retries refused connections after two seconds."""
+    return [Peer("verl").python, "-m", "bench.peers.verl_router", str(setup.port), *setup.urls], {}
+
+
+def rust_router(name: str, log_level: str) -> Callable[[Setup], Launch]:
+    """Two cousins. Their default policy looks at the text, which costs: where speed counts they use round robin."""
+
+    def launch(setup: Setup) -> Launch:
+        place = ["--host", "127.0.0.1", "--port", str(setup.port), "--prometheus-port", str(free_ports(1)[0])]
+        policy = ["--policy", "round_robin"] if setup.lean else []
+        timeout_s = setup.response_timeout_s
+        timeout = [] if timeout_s is None else ["--request-timeout-secs", str(max(1, round(timeout_s)))]
+        urls = ["--worker-urls", *setup.urls, "--log-level", log_level]
+        return [Peer(name).python, "-m", f"{name}.launch_router", *place, *policy, *timeout, *urls], {}
+
+    return launch
+
+
+def nginx(setup: Setup) -> Launch:
+    servers = "\n".join(f"server 127.0.0.1:{port};" for port in setup.workers)
+    timeout_s = setup.response_timeout_s
+    # Requests to grade something may be sent twice, which nginx has to know.
+    retries = "" if timeout_s is None else f"proxy_read_timeout {timeout_s:g}s; proxy_next_upstream {NGINX_RETRIES};"
+    text = f"""
+    upstream workers {{ least_conn; {servers} keepalive 128; }}
+    server {{
+      listen 127.0.0.1:{setup.port};
+      location / {{ proxy_pass http://workers; proxy_http_version 1.1; proxy_set_header Connection ""; {retries} }}
+    }}"""
+    return nginx_command(setup.folder / f"nginx-{setup.port}", text)
+
+
+def nginx_command(folder: Path, http: str) -> Launch:
+    """Write a configuration with this `http` block into a folder of its own."""
+    program, env = unpacked("nginx", "usr/sbin/nginx")
+    folder.mkdir()
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    temporary = "".join(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)
+    path = folder / "nginx.conf"
+    path.write_text(f"""
+    daemon off; worker_processes 1; pid {folder}/pid; error_log stderr error;
+    events {{ worker_connections 4096; }}
+    http {{
+      access_log off; keepalive_requests 1000000000; keepalive_timeout 1h; default_type application/json; {temporary}
+      {http}
+    }}""")
+    return [program, "-p", str(folder), "-e", "stderr", "-c", str(path)], env
+
+
+def haproxy(setup: Setup) -> Launch:
+    program, env = unpacked("haproxy", "usr/sbin/haproxy")
+    checked = "" if setup.lean else " check"
+    servers = "\n".join(f"  server w{i} 127.0.0.1:{port}{checked}" for i, port in enumerate(setup.workers))
+    timeout_s = 60.0 if setup.response_timeout_s is None else setup.response_timeout_s
+    checks = "" if setup.lean else "  option httpchk GET /health"
+    retries = "" if setup.response_timeout_s is None else "  option redispatch 1\n  retry-on all-retryable-errors"
+    path = setup.folder / f"haproxy-{setup.port}.conf"
+    path.write_text(f"""
+global
+  nbthread 1
+  maxconn 4096
+defaults
+  mode http
+  timeout connect 1s
+  timeout client 60s
+  timeout server {1000 * timeout_s:.0f}ms
+frontend front
+  bind 127.0.0.1:{setup.port}
+  default_backend workers
+backend workers
+  balance leastconn
+  http-reuse always
+{checks}
+{retries}
+{servers}
+""")
+    return [program, "-db", "-f", str(path)], env
+
+
+ROUTERS: dict[str, Callable[[Setup], Launch]] = {
+    OURS: ours,
+    "naive": naive,
+    "sglang_router": rust_router("sglang_router", "warn"),
+    "vllm_router": rust_router("vllm_router", "warning"),
+    "nginx": nginx,
+    "haproxy": haproxy,
+}

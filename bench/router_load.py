@@ -1,38 +1,43 @@
-"""`1 KB POST, 64 connections`: how many requests a router passes on, and what CPU time each costs it.
+"""How fast a router is: throughput and CPU time, latency, and ours alone: choosing a worker.
 
-    wrk, 64 connections ──▶ router ──▶ 4 light workers (one nginx that answers by itself)
+    1 KB POST: wrk, 64 connections ──▶ router ──▶ 4 light workers (one nginx that answers by itself)
+    one connection: a blocking socket, one request at a time, straight to a worker and through each router in turn
+    choosing a worker: what a choice costs among a thousand workers, where 1 is what it costs among ten; no network
 
 Client and workers cost little, so the router is what is measured. Contestants take turns in front of the same workers;
-who is not on turn idles. The second case gives every request a header of its own, which makes all heads different.
+the others idle. `every head different` gives every request a header of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
+import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.harness import ContestantError, Outcome, Row
-from bench.programs import Program, unpacked
-from bench.router_client import PATH
-from bench.router_contestants import OURS
-from bench.router_scene import Entry, Router, Stage, light_request, start_all
-from bench.turns import busy_s, wait_for_quiet
+from bench.harness import ContestantError, Outcome, Row, beside
+from bench.router import OURS, Router, Stage, light_request
+from bench.router_work import PATH, post
+from bench.turns import Plan, Program, Round, Step, Tally, Watch, others_share, take_rounds, unpacked
+from practicum.reward.router.http1 import RequestHead, RequestParser
+from practicum.reward.router.policy import POLICIES
+from practicum.reward.router.pool import State, Upstream, UpstreamPool
+from practicum.reward.router.settings import RouterSettings
 
 SAME, DIFFERENT = "1 KB POST, 64 connections", "1 KB POST, every head different"
-CASES = (SAME, DIFFERENT)
-NUM_CONNECTIONS = 64
-NUM_WORKERS = 4
-QUIET_SHARE = 0.1
+LATENCY, CHOICE = "one connection", "choosing a worker"
+NUM_CONNECTIONS, NUM_WORKERS = 64, 4
+DIRECT = "direct"
+FEW, MANY, IN_FLIGHT_PER_WORKER, BATCH = 10, 1000, 4, 50
 
 SCRIPT = """
 wrk.method = "POST"
@@ -55,148 +60,216 @@ request = function()
   return wrk.format()
 end
 """
+FULL = Plan(warmup_steps=2, num_rounds=7, steps_per_turn=4, extra_rounds=7, patience_s=120)  # steps of a second
+QUICK = Plan(warmup_steps=0, num_rounds=1, steps_per_turn=1)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    turn_s: int
-    warmup_s: int
-    num_rounds: int
-    extra_rounds: int  # to replace rounds in which others on the machine were busy
-    patience_s: float
-
-
-FULL = Plan(turn_s=4, warmup_s=2, num_rounds=7, extra_rounds=7, patience_s=120)
-QUICK = Plan(turn_s=1, warmup_s=0, num_rounds=1, extra_rounds=0, patience_s=0)
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    rate: float  # requests per second
-    cpu_us: float  # of the router, per request
-    p99_us: float
-    others_share: float  # of the machine's cores
-
-
-@dataclass(slots=True)
-class Round:
-    turns: dict[str, Turn] = field(default_factory=dict)
-
-    @property
-    def others_share(self) -> float:
-        return max(turn.others_share for turn in self.turns.values())
-
-
-def read_wrk(text: str) -> dict[str, int]:
-    """The line that our script has wrk print at its end."""
-    lines = [line for line in text.splitlines() if line.startswith("RESULT ")]
-    if len(lines) != 1:
-        raise ContestantError(f"wrk gave no result but: {text.strip()[-500:]!r}")
-    return json.loads(lines[0].removeprefix("RESULT "))
-
-
-@dataclass(frozen=True, slots=True)
-class Wrk:
-    """The load generator with one of the two scripts."""
-
-    script: Path
-
-    @classmethod
-    def write(cls, folder: Path, case: str) -> Wrk:
-        path = folder / f"wrk-{CASES.index(case)}.lua"
-        path.write_text(SCRIPT % (light_request(), UNIQUE_HEADS if case == DIFFERENT else ""))
-        return cls(path)
-
-    def run(self, port: int, seconds: int) -> dict[str, int]:
-        program, env = unpacked("wrk", "usr/bin/wrk")
-        size = ["-t1", f"-c{NUM_CONNECTIONS}", f"-d{seconds}s", "--timeout", "10s"]
-        command = [program, *size, "-s", str(self.script), f"http://127.0.0.1:{port}{PATH}"]
-        done = subprocess.run(
-            command, env={**os.environ, **env}, capture_output=True, text=True, timeout=seconds + 30, check=False
-        )
-        return read_wrk(done.stdout + done.stderr)
-
-
-def run(entry: Entry, cases: Sequence[str]) -> Outcome:
-    plan = QUICK if entry.quick else FULL
+def load(stage: Stage, cases: Sequence[str]) -> Outcome:
+    plan = QUICK if stage.quick else FULL
     rows: list[Row] = []
-    where: dict[str, Any] = {"load_rounds": plan.num_rounds, "load_turn_s": plan.turn_s}
-    with ExitStack() as stack:
-        stage = Stage(entry, stack)
-        workers, ports = stage.open_light_workers(NUM_WORKERS)
-        routers = start_all(stage, ports, lean=True)
-        for case in cases:
-            wrk = Wrk.write(entry.folder, case)
-            direct = wrk.run(ports[0], plan.turn_s)
-            where[f"{case}: a worker without router, requests/s"] = round(rate_of(direct))
-            rounds = take_turns(routers, wrk, workers, plan)
-            rows += load_rows(case, rounds, entry)
-            where[f"{case}: cpu_share_of_others"] = round(max(one.others_share for one in rounds), 3)
-            where[f"{case}: p99_us"] = {
-                router.name: round(statistics.median(one.turns[router.name].p99_us for one in rounds))
-                for router in routers
-            }
+    where: dict[str, Any] = {"load_rounds": plan.num_rounds, "load_turn_s": plan.steps_per_turn}
+    workers, ports = stage.open_light_workers(NUM_WORKERS)
+    routers = stage.open_all(ports)
+    for case in cases:
+        script = write_script(stage.folder, case)
+        direct = run_wrk(script, ports[0], plan.steps_per_turn)
+        where[f"{case}: a worker without router, requests/s"] = round(direct["requests"] / seconds(direct))
+        for router in routers if plan.warmup_steps else ():
+            run_wrk(script, router.port, plan.warmup_steps)
+        rounds = take_rounds(routers, plan, lambda it, script=script: turn(it, script, workers, plan.steps_per_turn))
+        rows += load_rows(case, rounds)
+        where[f"{case}: cpu_share_of_others"] = round(others_share(rounds), 3)
+        where[f"{case}: p99_us"] = {
+            name: round(statistics.median(one[name].steps[0].parts["p99_us"] for one in rounds)) for name in stage.names
+        }
     return Outcome(rows, where)
 
 
-def take_turns(routers: Sequence[Router], wrk: Wrk, workers: Program, plan: Plan) -> list[Round]:
-    for router in routers:
-        if plan.warmup_s:
-            wrk.run(router.port, plan.warmup_s)
-    rounds: list[Round] = []
-    order = list(routers)
-    patience_s = plan.patience_s
-    while len(rounds) < plan.num_rounds + plan.extra_rounds:
-        patience_s -= wait_for_quiet(QUIET_SHARE, patience_s)
-        rounds.append(Round({router.name: turn(router, wrk, workers, plan.turn_s) for router in order}))
-        print(f"round {len(rounds)}: {described(rounds[-1])}", file=sys.stderr, flush=True)
-        order.reverse()
-        if sum(one.others_share <= QUIET_SHARE for one in rounds) == plan.num_rounds:
-            break
-    # Which rounds count depends on the rest of the machine alone, never on how anyone did in them.
-    return sorted(rounds, key=lambda one: one.others_share)[: plan.num_rounds]
+def write_script(folder: Path, case: str) -> Path:
+    path = folder / f"wrk-{case == DIFFERENT}.lua"
+    path.write_text(SCRIPT % (light_request(), UNIQUE_HEADS if case == DIFFERENT else ""))
+    return path
 
 
-def turn(router: Router, wrk: Wrk, workers: Program, seconds: int) -> Turn:
-    """One contestant under load. An answer other than 200 makes the numbers void."""
-    router_before, ours_before = router.program.cpu_s(), workers.cpu_s() + _children_cpu_s()
-    busy_before, start = busy_s(), time.monotonic()
-    result = wrk.run(router.port, seconds)
-    wall_s, busy = time.monotonic() - start, busy_s() - busy_before
+def run_wrk(script: Path, port: int, duration_s: int) -> dict[str, int]:
+    program, env = unpacked("wrk", "usr/bin/wrk")
+    size = ["-t1", f"-c{NUM_CONNECTIONS}", f"-d{duration_s}s", "--timeout", "10s"]
+    command = [program, *size, "-s", str(script), f"http://127.0.0.1:{port}{PATH}"]
+    env = {**os.environ, **env}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=duration_s + 30, check=False)
+    return read_wrk(done.stdout + done.stderr)
+
+
+def read_wrk(text: str) -> dict[str, int]:
+    """Read the line that our script has wrk print at its end."""
+    lines = [line for line in text.splitlines() if line.startswith("RESULT ")]
+    if len(lines) != 1:
+        raise ContestantError(f"wrk gave no result but: {text.strip()[-500:]!r}")
+    result: dict[str, int] = json.loads(lines[0].removeprefix("RESULT "))
+    return result
+
+
+def seconds(result: Mapping[str, int]) -> float:
+    return result["duration_us"] / 1e6
+
+
+def turn(router: Router, script: Path, workers: Program, duration_s: int) -> Tally:
+    """Put one router under load. A response other than 200 makes the numbers void."""
+    router_before, rest_before, watch = router.program.cpu_s(), workers.cpu_s() + _children_cpu_s(), Watch()
+    result = run_wrk(script, router.port, duration_s)
+    watch.stop()
     router_s = router.program.cpu_s() - router_before
-    ours_s = workers.cpu_s() + _children_cpu_s() - ours_before
+    rest_s = workers.cpu_s() + _children_cpu_s() - rest_before
     if result["failed"] or not result["requests"]:
         raise router.program.failure(f"answered {result['requests']} requests and failed {result['failed']}")
-    share = max(0.0, busy - router_s - ours_s) / (wall_s * (os.cpu_count() or 1))
-    return Turn(rate_of(result), 1e6 * router_s / result["requests"], result["p99_us"], share)
+    step = Step(seconds(result), result["requests"], {"p99_us": result["p99_us"]})
+    return Tally([step], router_s, watch.others_share(router_s + rest_s))
 
 
-def rate_of(result: dict[str, int]) -> float:
-    return 1e6 * result["requests"] / result["duration_us"]
-
-
-def load_rows(case: str, rounds: Sequence[Round], entry: Entry) -> list[Row]:
-    """Medians over the rounds; ours beside each peer."""
-
-    def rate(name: str) -> float:
-        return statistics.median(one.turns[name].rate for one in rounds)
-
-    def cpu_us(name: str) -> float:
-        return statistics.median(one.turns[name].cpu_us for one in rounds)
-
-    peers: list[str | None] = [*entry.peers] or [None]
-    rows = [Row(case, "requests/s", rate(OURS), rate(peer) if peer else None, peer) for peer in peers]
-    metric = "CPU µs per request"
-    rows += [Row(case, metric, cpu_us(OURS), cpu_us(peer) if peer else None, peer, better="lower") for peer in peers]
+def load_rows(case: str, rounds: Sequence[Round]) -> list[Row]:
+    """Return medians over the rounds, ours beside each peer."""
+    rows: list[Row] = []
+    for metric, read, better in (
+        ("requests/s", lambda tally: tally.rate, "higher"),
+        ("CPU µs per request", lambda tally: 1e3 * tally.cpu_s_per_1000, "lower"),
+    ):
+        medians = {name: statistics.median(read(one[name]) for one in rounds) for name in rounds[0]}
+        rows += beside(case, metric, medians.pop(OURS), medians, better)  # type: ignore[arg-type]
     return rows
 
 
-def described(one: Round) -> str:
-    turns = ", ".join(f"{name} {turn.rate:,.0f}/s {turn.cpu_us:.0f} µs" for name, turn in one.turns.items())
-    return f"{turns}; others used {one.others_share:.0%} of the machine"
-
-
 def _children_cpu_s() -> float:
-    """Of programs that were waited for: between two looks around a run of wrk, that is wrk alone."""
+    """CPU seconds of programs that were waited for: before and after a run of wrk, that is wrk alone."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
+
+
+# What a router adds to a round trip
+
+
+def latency(stage: Stage, cases: Sequence[str]) -> Outcome:
+    batch, num_rounds = (100, 6) if stage.quick else (200, 60)
+    _, ports = stage.open_light_workers(1)
+    doors = {DIRECT: ports[0], **{router.name: router.port for router in stage.open_all(ports)}}
+    sockets = {
+        name: stage.stack.enter_context(socket.create_connection(("127.0.0.1", doors[name]), 10)) for name in doors
+    }
+    for one in sockets.values():
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        time_batch(one, batch)  # to warm up
+    # Each round is compared with its own direct batch, so that a slow moment cancels out.
+    added: dict[str, list[float]] = {name: [] for name in stage.names}
+    order = list(sockets)
+    for _ in range(num_rounds):
+        medians = {name: time_batch(sockets[name], batch) for name in order}
+        for name, values in added.items():
+            values.append(1e6 * (medians[name] - medians[DIRECT]))
+        order.reverse()
+    found = {name: statistics.median(values) for name, values in added.items()}
+    print(", ".join(f"{name} +{value:.0f} µs" for name, value in found.items()), file=sys.stderr, flush=True)
+    where: dict[str, Any] = {f"{LATENCY}: rounds": num_rounds, f"{LATENCY}: requests a batch": batch}
+    if "nginx" in found:
+        where[f"{LATENCY}: ours - nginx, µs"] = round(found[OURS] - found["nginx"], 1)
+    return Outcome(beside(LATENCY, "added latency µs", found.pop(OURS), found, "lower"), where)
+
+
+def time_batch(connection: socket.socket, size: int) -> float:
+    """Return the median in seconds."""
+    request, times = post(light_request()), []
+    for _ in range(size):
+        start = time.perf_counter()
+        connection.sendall(request)
+        read_response(connection.recv)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def read_response(receive: Callable[[int], bytes]) -> bytes:
+    """Return one whole response. It is no parser: it knows the two ways in which routers frame a short JSON body."""
+    data, whole = b"", False
+    while not whole:
+        piece = receive(65536)
+        if not piece:
+            raise ContestantError("the connection was closed in the middle of an answer")
+        data += piece
+        head, end, body = data.partition(b"\r\n\r\n")
+        if end and not data.startswith(b"HTTP/1.1 200"):
+            raise ContestantError(f"a router answered {data[:100]!r}")
+        _, sized, rest = head.lower().partition(b"content-length:")
+        if end:
+            whole = len(body) >= int(rest.partition(b"\r\n")[0]) if sized else body.endswith(b"\r\n0\r\n\r\n")
+    return data
+
+
+# What a choice costs
+
+
+class Choice:
+    """A request, and its connection."""
+
+    def __init__(self, head: RequestHead, body: bytes) -> None:
+        self.head, self.cost, self.body, self.started = head, 1.0, body, 0.0
+
+
+class BusyPool:
+    """A pool of workers in which each new request takes the place of the oldest."""
+
+    def __init__(self, policy: str, num_workers: int) -> None:
+        settings = RouterSettings.make(policy=policy)
+        self._pool = UpstreamPool(POLICIES[policy](settings), settings.max_in_flight, lambda: None)
+        for number in range(num_workers):
+            upstream = self._pool.add(f"http://worker-{number}:80")
+            upstream.state = State.UP
+            self._pool.refresh(upstream)
+        parse = RequestParser(settings.session_header)
+        lines = "POST / HTTP/1.1\r\nhost: a\r\nx-practicum-session: {}\r\n\r\n"
+        self._requests = itertools.cycle(
+            [Choice(parse(lines.format(n).encode()), f'{{"prompt": "{n} of many"}}'.encode()) for n in range(977)]
+        )
+        self._in_flight: deque[tuple[Upstream, Any, float]] = deque()
+        for _ in range(num_workers * IN_FLIGHT_PER_WORKER):
+            self._begin()
+        self._pool.tick(time.monotonic())
+
+    def cost_us(self, num_choices: int) -> float:
+        """Time choices only; between batches requests come and go as in the router."""
+        choose, total_s = self._pool.policy.choose, 0.0
+        for _ in range(num_choices // BATCH):
+            batch = list(itertools.islice(self._requests, BATCH))
+            start = time.perf_counter()
+            for request in batch:
+                choose(request)
+            total_s += time.perf_counter() - start
+            for _ in range(BATCH):
+                upstream, connection, cost = self._in_flight.popleft()
+                self._pool.end(upstream, connection, cost, time.monotonic(), completed=True)
+                self._begin()
+        return total_s / num_choices * 1e6
+
+    def _begin(self) -> None:
+        request = next(self._requests)
+        upstream = self._pool.policy.choose(request)
+        assert upstream is not None
+        connection: Any = Choice(request.head, request.body)
+        connection.started = time.monotonic()
+        self._pool.begin(upstream, connection, request.cost, connection.started)
+        self._in_flight.append((upstream, connection, request.cost))
+
+
+def choice(stage: Stage, cases: Sequence[str]) -> Outcome:
+    num_rounds, num_choices = (5, 2000) if stage.quick else (15, 10_000)
+    rows, where = [], {}
+    for policy in POLICIES:
+        pools = {size: BusyPool(policy, size) for size in (FEW, MANY)}
+        costs: dict[int, list[float]] = {size: [] for size in pools}
+        for number in range(num_rounds):
+            for size in pools if number % 2 else reversed(pools):
+                costs[size].append(pools[size].cost_us(num_choices))
+        few, many = statistics.median(costs[FEW]), statistics.median(costs[MANY])
+        rows.append(Row(f"{CHOICE}, {policy}", f"cost among {MANY:,} / among {FEW}", many / few))
+        where[policy] = {"few_us": round(few, 2), "many_us": round(many, 2)}
+    return Outcome(rows, {"choosing": where})
+
+
+CASES = (((SAME, DIFFERENT), load), ((LATENCY,), latency))  # names that are measured together, and how
+LAST_CASES = (((CHOICE,), choice),)

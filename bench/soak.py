@@ -13,7 +13,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ import numpy as np
 import psutil
 
 from bench.grpo_work import even_share
-from bench.harness import BenchError, Options, Outcome, Row, choose_peer
+from bench.harness import BenchError, Options, Outcome, Row
+from bench.models import save_random
 
 MEMORY, NUMBERS = "memory", "numbers"
 DRIVER, WORKERS, HELPERS, RAY = "driver", "workers", "helpers", "Ray"
@@ -44,23 +45,23 @@ QUICK = Plan(num_steps=30, settled=10, look_every=5, checkpoint_every=10)
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """At one process, or at several together."""
+class Usage:
+    """What one process holds, or several together."""
 
     rss: int
     descriptors: int
     threads: int
 
-    def __add__(self, other: Look) -> Look:
-        return Look(self.rss + other.rss, self.descriptors + other.descriptors, self.threads + other.threads)
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(self.rss + other.rss, self.descriptors + other.descriptors, self.threads + other.threads)
 
 
-Looks = dict[int, dict[str, Look]]  # step -> who -> what
+Usages = dict[int, dict[str, Usage]]  # by step and kind of process
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Largest differences, over the steps that were computed anew, from what the run had logged."""
+    """Largest differences from what the run had logged, over the steps that were computed anew."""
 
     steps: list[int]
     metrics: dict[str, float]
@@ -69,23 +70,22 @@ class Drift:
 
 
 def run(options: Options) -> Outcome:
-    choose_peer(options.peer or "none", [])
+    options.has_peer()
     plan = QUICK if options.quick else FULL
     with tempfile.TemporaryDirectory(prefix="bench-soak-") as name:
         folder = Path(name)
         prepare(folder)
         start = time.monotonic()
-        looks = soak(folder, plan)
+        usages = soak(folder, plan)
         seconds = time.monotonic() - start
         drift = drift_of(folder / "run", plan)
     where: dict[str, Any] = {**asdict(plan), "answers_per_step": PROMPTS * ANSWERS, "seconds": round(seconds, 1)}
     where["steps_computed_anew"] = drift.steps
     where["rss_mib"] = {
-        who: {step: round(look[who].rss / 2**20, 1) for step, look in looks.items() if who in look}
-        for who in looks[plan.num_steps]
+        kind: {step: round(usage[kind].rss / 2**20, 1) for step, usage in usages.items() if kind in usage}
+        for kind in usages[plan.num_steps]
     }
-    rows = [*memory_rows(looks, plan), *drift_rows(drift)]
-    return Outcome(rows, {"soak": where})
+    return Outcome([*memory_rows(usages, plan), *drift_rows(drift)], {"soak": where})
 
 
 def grade(sample: Any) -> float:
@@ -93,17 +93,15 @@ def grade(sample: Any) -> float:
 
 
 def prepare(folder: Path, seed: int = 0) -> None:
-    """The demonstration's sums and words, and a model of one layer with four experts."""
+    """Write the demonstration's sums and words, and a model of one layer with four experts."""
     from practicum.demo.arithmetic import all_problems, make_model, make_tokenizer, write_problems
-    from practicum.models import save_model
 
     train, held_out = all_problems(seed, 16)
     write_problems(folder / "train.jsonl", train)
     write_problems(folder / "held-out.jsonl", held_out)
-    model = make_model(seed)
     small = {"num_hidden_layers": 1, "layer_types": None, "hidden_size": 32, "moe_intermediate_size": 16}
-    config = type(model.config)(**{**model.config.to_dict(), **small, "num_experts": 4, "head_dim": 8})
-    save_model(type(model)(config), make_tokenizer(), folder / "model")
+    shape = {**make_model(seed).config.to_dict(), **small, "num_experts": 4, "head_dim": 8, "dtype": "float32"}
+    save_random(folder / "model", shape.pop("model_type"), make_tokenizer(), seed=seed, **shape)
 
 
 def config_of(folder: Path, plan: Plan, backend: str = "ray") -> Any:
@@ -135,60 +133,59 @@ def config_of(folder: Path, plan: Plan, backend: str = "ray") -> Any:
     return Config.from_tree(tree, source="bench soak")
 
 
-def soak(folder: Path, plan: Plan, backend: str = "ray") -> Looks:
+def soak(folder: Path, plan: Plan, backend: str = "ray") -> Usages:
     from practicum import Trainer
 
-    looks: Looks = {}
+    usages: Usages = {}
     for report in Trainer(config_of(folder, plan, backend)).steps():
         if report.number % plan.look_every == 0:
-            looks[report.number] = look = look_at_all()
+            usages[report.number] = usage = usage_of_all()
             if report.number % (10 * plan.look_every) == 0:
-                rss = ", ".join(f"{who} {found.rss / 2**20:.1f}" for who, found in look.items())
-                print(
-                    f"soak: step {report.number}, reward {report.reward:.3f}, MiB: {rss}", file=sys.stderr, flush=True
-                )
-    return looks
+                rss = ", ".join(f"{kind} {own.rss / 2**20:.1f}" for kind, own in usage.items())
+                where = f"soak: step {report.number}, reward {report.reward:.3f}, MiB: {rss}"
+                print(where, file=sys.stderr, flush=True)
+    return usages
 
 
 # Memory
 
 
-def look_at_all() -> dict[str, Look]:
-    """This process is the driver; the others are those below it, and of a kind they are added up."""
+def usage_of_all() -> dict[str, Usage]:
+    """Return what this process, the driver, holds, and what those below it do, added up by kind."""
     driver = psutil.Process()
-    found = {DRIVER: look_at(driver)}
+    found = {DRIVER: usage_of(driver)}
     for child in driver.children(recursive=True):
         try:
-            who, look = kind_of(child.cmdline()), look_at(child)
+            kind, usage = kind_of(child.cmdline()), usage_of(child)
         except psutil.Error:  # it has ended meanwhile
             continue
-        found[who] = found[who] + look if who in found else look
+        found[kind] = found[kind] + usage if kind in found else usage
     return found
 
 
 def kind_of(command: list[str]) -> str:
-    """Workers hold the learner and the reward centre. Helpers are ours too: the watchdog, processes that grade."""
+    """Tell workers (the learner, the reward centre) from helpers (the watchdog, processes that grade) and from Ray."""
     if command[:1] and command[0].startswith("ray::RayHost"):
         return WORKERS
     is_ray = any(part.startswith("ray::") or "/ray/" in part for part in command)
     return RAY if is_ray else HELPERS
 
 
-def look_at(process: psutil.Process) -> Look:
+def usage_of(process: psutil.Process) -> Usage:
     with process.oneshot():
-        return Look(process.memory_info().rss, process.num_fds(), process.num_threads())
+        return Usage(process.memory_info().rss, process.num_fds(), process.num_threads())
 
 
-def memory_rows(looks: Looks, plan: Plan) -> list[Row]:
-    """Of everyone who was there from the settled step to the last."""
-    first, last = looks[plan.settled], looks[plan.num_steps]
+def memory_rows(usages: Usages, plan: Plan) -> list[Row]:
+    """Return the growth of each kind that was there from the settled step to the last."""
+    first, last = usages[plan.settled], usages[plan.num_steps]
     rows = []
-    for who in [who for who in last if who in first]:
-        before, after = first[who], last[who]
-        rows.append(Row(MEMORY, f"{who}: RSS growth, MiB", (after.rss - before.rss) / 2**20, better="lower"))
-        if who != RAY:  # which opens and closes as it likes
+    for kind in [kind for kind in last if kind in first]:
+        before, after = first[kind], last[kind]
+        rows.append(Row(MEMORY, f"{kind}: RSS growth, MiB", (after.rss - before.rss) / 2**20, better="lower"))
+        if kind != RAY:  # which opens and closes as it likes
             more = max(after.descriptors - before.descriptors, after.threads - before.threads)
-            rows.append(Row(MEMORY, f"{who}: more descriptors or threads", more, better="lower"))
+            rows.append(Row(MEMORY, f"{kind}: more descriptors or threads", more, better="lower"))
     return rows
 
 
@@ -196,7 +193,7 @@ def memory_rows(looks: Looks, plan: Plan) -> list[Row]:
 
 
 def drift_of(run_dir: Path, plan: Plan) -> Drift:
-    """Of the first step, and of those that begin with the weights of a checkpoint."""
+    """Compute anew the first step, and those that begin with the weights of a checkpoint."""
     from practicum.replay import Recording
 
     logged = {row["step"]: row for row in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())}
@@ -206,7 +203,7 @@ def drift_of(run_dir: Path, plan: Plan) -> Drift:
     with Recording(run_dir.parent / "samples.rec") as recording:
         for step in steps:
             weights = run_dir.parent if step == 1 else run_dir / "checkpoints" / f"step-{step - 1:06d}"
-            samples = [item.sample for item in recording.trainings(step)]
+            samples = recording.samples(step)
             if len(samples) != PROMPTS * ANSWERS:
                 raise BenchError(f"step {step} has {len(samples)} samples in its recording, not {PROMPTS * ANSWERS}.")
             anew, step_gap = computed_anew(samples, weights / "model")
@@ -216,15 +213,24 @@ def drift_of(run_dir: Path, plan: Plan) -> Drift:
     return Drift(steps, metrics, gap, validation_drift(run_dir, logged))
 
 
-def computed_anew(samples: list[Any], model: Path) -> tuple[dict[str, float], float]:
-    """A step's figures by name, and the largest difference of a token's log-prob from what the engine had said."""
+def computed_anew(samples: Sequence[Any], model: Path) -> tuple[dict[str, float], float]:
+    """Return a step's figures by name, and the largest difference of a token's log-prob from the engine's."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     rewards = [even_share(sample.token_ids.tolist()) for sample in samples]
     lengths = [len(sample.token_ids) for sample in samples]
     entropies: list[float] = []
     gap = 0.0
-    for sample, (log_probs, entropy) in zip(samples, passes(samples, model), strict=True):
+    for sample in samples:
+        ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.token_ids]).astype(np.int64))
+        with torch.no_grad():
+            logits = loaded(input_ids=ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1].double() / TEMPERATURE
+        table = logits.log_softmax(-1)
+        log_probs = table.gather(-1, ids[len(sample.prompt_ids) :, None])[:, 0].numpy()
         gap = max(gap, float(np.abs(log_probs - sample.log_probs).max()))
-        entropies += entropy.tolist()
+        entropies += (-(table.exp() * table).sum(-1)).tolist()
     figures = {
         "reward/mean": sum(rewards) / len(rewards),
         "reward/std": float(np.std(rewards)),
@@ -234,23 +240,8 @@ def computed_anew(samples: list[Any], model: Path) -> tuple[dict[str, float], fl
     return figures, gap
 
 
-def passes(samples: list[Any], model: Path) -> Iterator[tuple[Any, Any]]:
-    """Log-probs of each answer's tokens, and the entropies that they were drawn with, one answer at a time."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    for sample in samples:
-        ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.token_ids]).astype(np.int64))
-        with torch.no_grad():
-            logits = loaded(input_ids=ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1].double() / TEMPERATURE
-        table = logits.log_softmax(-1)
-        chosen = table.gather(-1, ids[len(sample.prompt_ids) :, None])[:, 0]
-        yield chosen.numpy(), -(table.exp() * table).sum(-1).numpy()
-
-
 def validation_drift(run_dir: Path, logged: dict[int, dict[str, float]]) -> float:
-    """Of the accuracy and of the share of right answers, from the answers that the run has written down."""
+    """Return that of the accuracy and of the share of right answers, from the answers that the run has written."""
     largest = 0.0
     for path in sorted((run_dir / "validation").glob("step-*.jsonl")):
         metrics = logged[int(path.stem.removeprefix("step-"))]

@@ -1,10 +1,11 @@
-"""Contestants who take turns on the same machine.
+"""Programs beside the driver: started, waited for, weighed, ended; and contestants, which take turns on the machine.
 
     alternate ─ go ─▶ ours ─ steps ─▶ alternate ─ go ─▶ peer ─ steps ─▶ alternate ...
 
 A contestant is a process that speaks JSON lines (see contestant.py). All are started and warmed up first; then they
-take turns of a few steps, one at a time, in swapped order each round, so that a noisy machine is noisy for both. Who
-is not on is frozen (SIGSTOP): the heartbeats of an idle cluster would cost the other side some percent.
+take turns of a few steps, one at a time, in swapped order each round, so that a noisy machine is noisy for both. A
+contestant whose turn it is not is frozen (SIGSTOP): the heartbeats of an idle cluster would cost the other side some
+percent.
 """
 
 from __future__ import annotations
@@ -12,27 +13,181 @@ from __future__ import annotations
 import json
 import os
 import queue
+import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from types import MappingProxyType, TracebackType
+from typing import Any, Protocol, Self, TypeVar
 
 import psutil
 
-from bench.harness import ROOT, ContestantError
+from bench.harness import ROOT, BenchError, ContestantError, UsageError
 
+PEERS = ROOT / "bench" / "peers"
 TAIL_LINES = 30
-# Wakes whoever is named on its last line when its input closes: if the driver is killed outright, frozen contestants
-# would otherwise never notice. Awake, they find their own input closed and go home.
-_WAKER = 'while read -r line; do pids=$line; done; [ -z "$pids" ] || kill -CONT $pids'
+PORTS = range(20000, 30000)
+_unused_ports = iter(random.sample(PORTS, len(PORTS)))
+
+
+class Program:
+    """A process and all below it, gone at the end of its `with` block. `env` is added to ours; what it writes goes to
+    a log in `log_dir`. If the driver itself is killed, a shell sends `last_signal` to the process."""
+
+    last_signal = "KILL"
+    streams: Mapping[str, Any] = MappingProxyType({"stdin": subprocess.DEVNULL})  # and standard output to the log
+
+    def __init__(
+        self, name: str, command: Sequence[str], log_dir: Path, env: Mapping[str, str] | None = None, end_s: float = 1.0
+    ) -> None:
+        self.name = name
+        self._command = list(command)
+        self._log = log_dir / f"{name}.log"
+        self._env = {**os.environ, **(env or {})}
+        self._end_s = end_s
+        self._seen: set[psutil.Process] = set()
+
+    def __enter__(self) -> Self:
+        watch = f'while read -r line; do pids=$line; done; [ -z "$pids" ] || kill -{self.last_signal} $pids'
+        self._watcher = subprocess.Popen(["sh", "-c", watch], stdin=subprocess.PIPE, text=True, start_new_session=True)
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+        self._tell_watcher("")
+        self._watcher.communicate(timeout=5)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start(self) -> None:
+        with self._log.open("a") as log:
+            streams = {"stdout": log, **self.streams}
+            # In a session of its own: a Ctrl-C reaches the driver alone, which then ends everyone in order.
+            self._process = subprocess.Popen(
+                self._command, cwd=ROOT, env=self._env, stderr=log, text=True, start_new_session=True, **streams
+            )
+        self._root = psutil.Process(self._process.pid)
+        if self.last_signal == "KILL":
+            self._tell_watcher(str(self._process.pid))
+
+    def stop(self) -> None:
+        """End it politely if it listens, and whatever is left of its tree for good."""
+        self._tree()
+        with suppress(psutil.NoSuchProcess):
+            self._root.terminate()
+        psutil.wait_procs(self._seen, timeout=self._end_s)
+        self._kill_all()
+
+    def kill(self) -> None:
+        """Kill without warning, as an out-of-memory killer would. For programs of one process."""
+        self._process.kill()
+        self._process.wait(5)
+
+    def wait_until(self, ready: Callable[[], bool], deadline_s: float) -> None:
+        """Wait until it is up. Raises a `ContestantError` with the end of its log when it is late or has ended."""
+        deadline = time.monotonic() + deadline_s
+        while not ready():
+            if self._process.poll() is not None:
+                raise self.failure("has ended")
+            if time.monotonic() > deadline:
+                raise self.failure(f"was not ready after {deadline_s:.0f} s")
+            time.sleep(0.05)
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds of the process and all below it. Children that ended count with their parents."""
+        total = 0.0
+        for process in self._tree():
+            with suppress(psutil.NoSuchProcess):
+                total += sum(process.cpu_times()[:4])  # user, system, and both again for ended children
+        return total
+
+    def rss(self) -> int:
+        """Return the bytes of memory that the process and all below it hold."""
+        total = 0
+        for process in self._tree():
+            with suppress(psutil.NoSuchProcess):
+                total += process.memory_info().rss
+        return total
+
+    def failure(self, what: str) -> ContestantError:
+        code = self._process.poll()
+        if code is None and what == "has ended":
+            with suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(0.5)
+        state = "" if code is None else f" (exit code {code})"
+        tail = self._log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        said = "\n".join(["; the end of its log:", *tail]) if tail else "; it wrote nothing."
+        return ContestantError(f"contestant {self.name!r} {what}{state}{said}")
+
+    def _tree(self) -> list[psutil.Process]:
+        """Return the living; remember all ever seen, since orphans can no longer be found through their parents."""
+        try:
+            tree = [self._root, *self._root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            tree = []
+        self._seen.update(tree)
+        return tree
+
+    def _kill_all(self) -> None:
+        survivors = [process for process in self._seen if process.is_running()]
+        _send(signal.SIGKILL, survivors)
+        psutil.wait_procs(survivors, timeout=5)
+        self._process.wait(5)
+
+    def _tell_watcher(self, pids: str) -> None:
+        assert self._watcher.stdin is not None
+        self._watcher.stdin.write(pids + "\n")
+        self._watcher.stdin.flush()
+
+
+def _send(number: signal.Signals, processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def unpacked(name: str, path: str) -> tuple[str, dict[str, str]]:
+    """Return the program `path` that debian.sh has unpacked to bench/peers/venv-NAME, and the environment it needs."""
+    folder = PEERS / f"venv-{name}"
+    if not (folder / path).exists():
+        raise UsageError(f"{name!r} is not installed: run `bash bench/peers/{name}.sh` first.")
+    libraries = folder / "usr" / "lib" / f"{os.uname().machine}-linux-gnu"
+    return str(folder / path), {"LD_LIBRARY_PATH": str(libraries)}
+
+
+def is_listened_to(port: int) -> bool:
+    """Return whether a server waits at that port, without connecting to it."""
+    lines = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
+    return any(fields[1].endswith(f":{port:04X}") and fields[3] == "0A" for fields in lines)  # listening
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of the loopback interface at which no server listens, each only once.
+
+    They are not from the range of outgoing connections: a server that is killed and started again might find its port
+    in use by one.
+    """
+    ports: list[int] = []
+    for port in _unused_ports:
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise BenchError(f"no free ports are left between {PORTS.start} and {PORTS.stop}.")
+
+
+# Contestants
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +195,17 @@ class Step:
     seconds: float
     amount: float  # of whatever the benchmark counts: tokens, requests, ...
     parts: Mapping[str, float] = field(default_factory=dict)  # seconds by part of the step
-    ended_cpu_s: float = 0.0  # of processes that ended in it and are in nobody's account
+    ended_cpu_s: float = 0.0  # of processes that ended in it, which no parent accounts for
 
 
 @dataclass(slots=True)
 class Tally:
-    """All timed steps of one contestant."""
+    """The timed steps of one contestant: of one turn, or of all."""
 
-    versions: Mapping[str, str] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     cpu_s: float = 0.0
     others_share: float = 0.0  # of the machine's cores, used by others in the worst round counted
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def rate(self) -> float:
@@ -62,17 +217,18 @@ class Tally:
         return 1000 * self.cpu_s / sum(step.amount for step in self.steps)
 
     def parts(self) -> dict[str, float]:
-        """Median seconds of a step and of its parts."""
+        """Return the median seconds of a step and of its parts."""
         names = {name: None for step in self.steps for name in step.parts}
         medians = {name: statistics.median(step.parts.get(name, 0.0) for step in self.steps) for name in names}
         return {"step": statistics.median(step.seconds for step in self.steps), **medians}
 
 
-class Contestant:
-    """A process that takes steps when told to, frozen after each turn.
+class Contestant(Program):
+    """A process that takes steps when asked to, frozen after each turn. If the driver is killed, it is woken, finds its
+    input closed and ends."""
 
-    Used in a `with` block: at its end the process and all its children are gone.
-    """
+    last_signal = "CONT"
+    streams: Mapping[str, Any] = MappingProxyType({"stdin": subprocess.PIPE, "stdout": subprocess.PIPE})
 
     def __init__(
         self,
@@ -82,50 +238,24 @@ class Contestant:
         env: Mapping[str, str] | None = None,
         end_s: float = 20.0,
     ) -> None:
-        self.name = name
-        self._command = list(command)
-        self._log = log_dir / f"{name}.log"
-        self._env = {**os.environ, **(env or {})}
-        self._end_s = end_s
+        super().__init__(name, command, log_dir, env, end_s)
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._seen: set[psutil.Process] = set()
 
-    def __enter__(self) -> Self:
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                cwd=ROOT,
-                env=self._env,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,  # a Ctrl-C reaches the harness alone, which then ends everyone in order
-            )
-        self._waker = subprocess.Popen(["sh", "-c", _WAKER], stdin=subprocess.PIPE, text=True, start_new_session=True)
-        self._root = psutil.Process(self._process.pid)
+    def start(self) -> None:
+        super().start()
         threading.Thread(target=self._read, daemon=True, name=f"read-{self.name}").start()
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.dismiss()
         try:
-            # After a failure nobody waits for good manners.
-            self._process.wait(self._end_s if kind is None else 0.3)
+            self._process.wait(self._end_s if kind is None else 0.3)  # after a failure there is nothing to wait for
         except subprocess.TimeoutExpired:
             self._tree()
-        survivors = [process for process in self._seen if process.is_running()]
-        _send(signal.SIGKILL, survivors)
-        psutil.wait_procs(survivors, timeout=5)
-        self._process.wait(5)
-        self._waker.communicate(timeout=5)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self._kill_all()
+        self._watcher.communicate(timeout=5)
 
     def ready(self, deadline_s: float) -> dict[str, str]:
-        """Wait until it is set up; its versions."""
+        """Wait until it is set up; return its versions."""
         return dict(self._answer("ready", time.monotonic() + deadline_s))
 
     def go(self, num_steps: int, deadline_s: float, case: str | None = None) -> list[Step]:
@@ -137,50 +267,25 @@ class Contestant:
             self._process.stdin.write(json.dumps({"go": num_steps} | ({} if case is None else {"case": case})) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise self._failure("has ended") from None
+            raise self.failure("has ended") from None
         steps = [Step(**step) for step in self._answer("steps", deadline)]
         if len(steps) != num_steps:
-            raise self._failure(f"took {len(steps)} steps instead of {num_steps}")
-        self._freeze()
+            raise self.failure(f"took {len(steps)} steps instead of {num_steps}")
+        tree = self._tree()
+        self._tell_watcher(" ".join(str(process.pid) for process in tree))
+        _send(signal.SIGSTOP, tree)
         return steps
 
     def dismiss(self) -> None:
-        """Let it go home; the end of the `with` block waits for that."""
+        """Let it end; the end of the `with` block waits for that."""
         self._wake()
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it died with a message of ours unread
             self._process.stdin.close()
 
-    def cpu_s(self) -> float:
-        """CPU seconds of the process and all below it so far. Children that ended count with their parents."""
-        total = 0.0
-        for process in self._tree():
-            with suppress(psutil.NoSuchProcess):
-                total += sum(process.cpu_times()[:4])  # user, system, and both again for ended children
-        return total
-
-    def _freeze(self) -> None:
-        tree = self._tree()
-        self._tell_waker(" ".join(str(process.pid) for process in tree))
-        _send(signal.SIGSTOP, tree)
-
     def _wake(self) -> None:
         _send(signal.SIGCONT, self._tree())
-        self._tell_waker("")
-
-    def _tell_waker(self, pids: str) -> None:
-        assert self._waker.stdin is not None
-        self._waker.stdin.write(pids + "\n")
-        self._waker.stdin.flush()
-
-    def _tree(self) -> list[psutil.Process]:
-        """The living; remembers everyone ever seen, since orphans can no longer be found through their parents."""
-        try:
-            tree = [self._root, *self._root.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            tree = []
-        self._seen.update(tree)
-        return tree
+        self._tell_watcher("")
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -192,36 +297,18 @@ class Contestant:
         try:
             line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            raise self._failure(f"passed its deadline and has not sent {key!r}") from None
+            raise self.failure(f"passed its deadline and has not sent {key!r}") from None
         if line is None:
-            raise self._failure("has ended")
+            raise self.failure("has ended")
         try:
             return json.loads(line)[key]
         except (ValueError, KeyError, TypeError):
-            raise self._failure(f"sent {line.strip()[:200]!r} where {key!r} was due") from None
-
-    def _failure(self, what: str) -> ContestantError:
-        try:
-            code = self._process.wait(0.5)
-        except subprocess.TimeoutExpired:
-            code = None
-        state = "" if code is None else f" (exit code {code})"
-        tail = self._log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-        said = (
-            "\n".join(["; the end of its standard error:", *tail]) if tail else "; it wrote nothing to standard error."
-        )
-        return ContestantError(f"contestant {self.name!r} {what}{state}{said}")
-
-
-def _send(number: signal.Signals, processes: Sequence[psutil.Process]) -> None:
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
+            raise self.failure(f"sent {line.strip()[:200]!r} where {key!r} was due") from None
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How many steps are taken, and how long anyone may take for them.
+    """How many steps are taken, and how long they may take.
 
     A round is disturbed when others on the machine use more than `quiet_share` of its cores meanwhile. Up to
     `extra_rounds` are taken to replace disturbed ones, and up to `patience_s` in all is spent waiting for a quiet
@@ -238,20 +325,17 @@ class Plan:
     turn_s: float = 300.0
 
 
-@dataclass(slots=True)
-class Round:
-    """One turn of each contestant, by name."""
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
 
-    turns: dict[str, Tally] = field(default_factory=dict)
-    others_share: float = 0.0  # of the machine's cores, used by others during the turn that was disturbed most
 
-    def __str__(self) -> str:
-        rates = ", ".join(f"{name} {turn.rate:.4g}/s" for name, turn in self.turns.items())
-        return f"{rates}; others used {self.others_share:.0%} of the machine"
+One = TypeVar("One", bound=Named)
+Round = dict[str, Tally]  # a turn of each contestant
 
 
 def alternate(contestants: Sequence[Contestant], plan: Plan) -> dict[str, Tally]:
-    """Let started contestants take turns; their tallies by name. The steps of the warm-up are not in them."""
+    """Let started contestants take turns; return their tallies by name. The steps of the warm-up are not in them."""
     versions = {contestant.name: contestant.ready(plan.start_s) for contestant in contestants}
     tallies = take_turns(contestants, plan)
     for contestant in contestants:
@@ -261,47 +345,81 @@ def alternate(contestants: Sequence[Contestant], plan: Plan) -> dict[str, Tally]
     return tallies
 
 
+@contextmanager
+def opened(
+    commands: Mapping[str, Sequence[str]], folder: Path, env: Mapping[str, str] | None = None, end_s: float = 20.0
+) -> Iterator[list[Contestant]]:
+    """Start contestants of these names. They are dismissed together at the end of the `with` block."""
+    with ExitStack() as stack:
+        everyone = [stack.enter_context(Contestant(name, it, folder, env, end_s)) for name, it in commands.items()]
+        yield everyone
+        for contestant in everyone:
+            contestant.dismiss()
+
+
+def cpu_environment(threads: int) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
 def take_turns(contestants: Sequence[Contestant], plan: Plan, case: str | None = None) -> dict[str, Tally]:
-    """The same of contestants who are ready and stay so, at one case where they have several."""
+    """Let contestants that are ready take turns, at one case where they have several; they stay ready."""
     for contestant in contestants if plan.warmup_steps else ():
         contestant.go(plan.warmup_steps, plan.start_s, case)
+
+    def turn(contestant: Contestant) -> Tally:
+        cpu_before, watch = contestant.cpu_s(), Watch()
+        steps = contestant.go(plan.steps_per_turn, plan.turn_s, case)
+        watch.stop()
+        cpu_s = contestant.cpu_s() - cpu_before + sum(step.ended_cpu_s for step in steps)
+        return Tally(steps, cpu_s, watch.others_share(cpu_s))
+
+    kept = take_rounds(contestants, plan, turn)
+    return {one.name: total([turns[one.name] for turns in kept], others_share(kept)) for one in contestants}
+
+
+def total(turns: Sequence[Tally], others: float) -> Tally:
+    return Tally([step for turn in turns for step in turn.steps], sum(turn.cpu_s for turn in turns), others)
+
+
+def take_rounds(contestants: Sequence[One], plan: Plan, turn: Callable[[One], Tally]) -> list[Round]:
+    """Let each take a turn in every round. Which rounds count depends on the rest of the machine alone, never on how
+    anyone did in them."""
     rounds: list[Round] = []
     order = list(contestants)
     patience_s = plan.patience_s
     while len(rounds) < plan.num_rounds + plan.extra_rounds:
         patience_s -= wait_for_quiet(plan.quiet_share, patience_s)
-        rounds.append(_round(order, plan, case))
-        print(f"round {len(rounds)}: {rounds[-1]}", file=sys.stderr, flush=True)
+        rounds.append({one.name: turn(one) for one in order})
+        rates = ", ".join(f"{name} {own.rate:.4g}/s" for name, own in rounds[-1].items())
+        share = f"others used {others_share(rounds[-1:]):.0%} of the machine"
+        print(f"round {len(rounds)}: {rates}; {share}", file=sys.stderr, flush=True)
         order.reverse()
-        if sum(one.others_share <= plan.quiet_share for one in rounds) == plan.num_rounds:
+        if sum(others_share([one]) <= plan.quiet_share for one in rounds) == plan.num_rounds:
             break
-    # Which rounds count depends on the rest of the machine alone, never on how anyone did in them.
-    kept = sorted(rounds, key=lambda one: one.others_share)[: plan.num_rounds]
-    return {
-        name: Tally(
-            steps=[step for one in kept for step in one.turns[name].steps],
-            cpu_s=sum(one.turns[name].cpu_s for one in kept),
-            others_share=max(one.others_share for one in kept),
-        )
-        for name in (contestant.name for contestant in contestants)
-    }
+    return sorted(rounds, key=lambda one: others_share([one]))[: plan.num_rounds]
 
 
-def _round(order: Sequence[Contestant], plan: Plan, case: str | None) -> Round:
-    result = Round()
-    for contestant in order:
-        cpu_before, busy_before, start = contestant.cpu_s(), busy_s(), time.monotonic()
-        steps = contestant.go(plan.steps_per_turn, plan.turn_s, case)
-        seconds, busy = time.monotonic() - start, busy_s() - busy_before
-        cpu_s = contestant.cpu_s() - cpu_before + sum(step.ended_cpu_s for step in steps)
-        share = max(0.0, busy - cpu_s) / (seconds * (os.cpu_count() or 1))
-        result.turns[contestant.name] = Tally(steps=steps, cpu_s=cpu_s)
-        result.others_share = max(result.others_share, share)
-    return result
+def others_share(rounds: Sequence[Round]) -> float:
+    """Return the share of the machine's cores that others used during the turn that was disturbed most."""
+    return max(turn.others_share for turns in rounds for turn in turns.values())
+
+
+class Watch:
+    """How busy the whole machine is from now on, to `stop`."""
+
+    def __init__(self) -> None:
+        self._busy_s, self.seconds = busy_s(), -time.monotonic()
+
+    def stop(self) -> None:
+        self.seconds += time.monotonic()
+        self._busy_s = busy_s() - self._busy_s
+
+    def others_share(self, own_cpu_s: float) -> float:
+        return max(0.0, self._busy_s - own_cpu_s) / (self.seconds * (os.cpu_count() or 1))
 
 
 def wait_for_quiet(share: float, patience_s: float) -> float:
-    """Wait, with all contestants idle, until the machine was quiet for a second; how long that took."""
+    """Wait, with all contestants idle, until the machine was quiet for a second; return how long that took."""
     start = time.monotonic()
     while time.monotonic() - start < patience_s:
         before = busy_s()
@@ -312,6 +430,6 @@ def wait_for_quiet(share: float, patience_s: float) -> float:
 
 
 def busy_s() -> float:
-    """CPU seconds used by everyone on this machine so far."""
+    """Return the CPU seconds used by everything on this machine so far."""
     times = psutil.cpu_times()
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))

@@ -1,4 +1,8 @@
-"""Ours in the `grpo` benchmark: the loop as a user would run it, on Ray, with default settings."""
+"""Ours in the `grpo` benchmark: the loop as a user would run it, on Ray, with default settings.
+
+`demo ENGINE FOLDER BACKEND STEPS` is the demonstration's training in the `rollout` benchmark instead. Asked for the
+case `accuracy`, it trains to the end and answers with what it then has on the held-out problems.
+"""
 
 from __future__ import annotations
 
@@ -22,41 +26,56 @@ def grade(sample: Sample) -> float:
     return even_share(sample.token_ids.tolist())
 
 
-def config(job: Job) -> Config:
+def config_of(job: Job) -> Config:
     from practicum import Config
 
-    return Config.from_tree(
-        {
-            "model": {"path": job.model, "dtype": job.dtype},
-            "data": {
-                "train": job.prompts,
-                "prompts_per_step": job.prompts_per_step,
-                "max_prompt_tokens": job.max_prompt_tokens,
-            },
-            "rollout": {"answers_per_prompt": job.answers_per_prompt, "max_new_tokens": job.max_new_tokens},
-            "reward": {"function": f"{Path(__file__).resolve()}:grade"},
-            "actor": {
-                "lr": job.lr,
-                "max_grad_norm": job.max_grad_norm,
-                "micro_batch_tokens": job.micro_batch_tokens,
-                "router_replay": {"mode": job.replay, "compare_every": 0},
-            },
-            "algorithm": {"clip_low": job.clip_low, "clip_high": job.clip_high},
-            # More steps than will be taken, so that none of them is the last, which would also write a checkpoint.
-            "trainer": {
-                "steps": 1_000_000,
-                "threads_per_worker": job.threads,
-                "run_dir": job.run_dir,
-                "device": job.device,
-            },
-        }
-    )
+    tree: dict[str, Any] = {
+        "model": {"path": job.model, "dtype": job.dtype},
+        "data": {
+            "train": job.prompts,
+            "prompts_per_step": job.prompts_per_step,
+            "max_prompt_tokens": job.max_prompt_tokens,
+        },
+        "rollout": {"answers_per_prompt": job.answers_per_prompt, "max_new_tokens": job.max_new_tokens},
+        "reward": {"function": f"{Path(__file__).resolve()}:grade"},
+        "actor": {
+            "lr": job.lr,
+            "max_grad_norm": job.max_grad_norm,
+            "micro_batch_tokens": job.micro_batch_tokens,
+            "router_replay": {"mode": job.replay, "compare_every": 0},
+        },
+        "algorithm": {"clip_low": job.clip_low, "clip_high": job.clip_high},
+        # More steps than will be taken, so that none of them is the last, which would also write a checkpoint.
+        "trainer": {
+            "steps": 1_000_000,
+            "threads_per_worker": job.threads,
+            "run_dir": job.run_dir,
+            "device": job.device,
+        },
+    }
+    return Config.from_tree(tree, source="bench grpo")
+
+
+def demo_config_of(engine: str, folder: str, backend: str, num_steps: str) -> Config:
+    from practicum.demo.run import demo_config
+
+    overrides = [
+        f"rollout.engine={engine}",
+        f"controller.backend={backend}",
+        f"trainer.run_dir={Path(folder) / engine}",
+        # Nothing but training steps until the last.
+        f"trainer.steps={num_steps}",
+        "trainer.checkpoint_every=0",
+        "validation.every=0",
+        "actor.router_replay.mode=disabled",  # not every engine keeps routes, and both are to do the same
+    ]
+    return demo_config(Path(folder), overrides)
 
 
 @contextmanager
 def idle_share() -> Iterator[dict[str, float]]:
-    """How much of the time inside the block no kernel ran on the device, by what its driver says. Nothing where
-    there is no nvidia-ml-py to ask it by."""
+    """Measure how much of the time inside the block no kernel ran on the device, by what its driver says. Nothing
+    where there is no nvidia-ml-py."""
     if find_spec("pynvml") is None:
         yield {}
         return
@@ -85,25 +104,28 @@ def main() -> None:
     line = Line()
     from practicum import Trainer
 
-    job = Job.read(sys.argv[1])
-    trainer = Trainer(config(job))
-    with closing(cast(Generator[Any], trainer.steps())) as reports:
-        line.ready(["practicum", "torch", "transformers", "ray"])
-        while num_steps := line.wait_for_go():
-            steps = []
-            for _ in range(num_steps):
-                start = time.perf_counter()
-                with idle_share() if job.device == "cuda" else nullcontext({}) as idle:
-                    metrics = next(reports).metrics
-                seconds = time.perf_counter() - start
-                parts = {
-                    name.removeprefix("time/").removesuffix("_s"): value
-                    for name, value in metrics.items()
-                    if name.startswith("time/") and name not in ("time/step_s", "time/tokens_per_s")
-                }
-                parts |= {name: share * seconds for name, share in idle.items()}
-                steps.append(step(seconds, round(metrics["rollout/answer_tokens"] * job.answers_per_step), **parts))
-            line.answer(steps)
+    is_demo = sys.argv[1] == "demo"
+    config = demo_config_of(*sys.argv[2:]) if is_demo else config_of(Job.read(sys.argv[1]))
+    answers_per_step = config.data.prompts_per_step * config.rollout.answers_per_prompt
+    with closing(cast(Generator[Any], Trainer(config).steps())) as reports:
+
+        def take_step(case: str) -> dict[str, Any]:
+            if case == "accuracy":
+                *_, last = reports
+                return step(1.0, last.metrics["validation/accuracy"])
+            start = time.perf_counter()
+            with idle_share() if config.trainer.device == "cuda" else nullcontext({}) as idle:
+                metrics = next(reports).metrics
+            seconds = time.perf_counter() - start
+            parts = {
+                name.removeprefix("time/").removesuffix("_s"): value
+                for name, value in metrics.items()
+                if name.startswith("time/") and name not in ("time/step_s", "time/tokens_per_s")
+            }
+            parts |= {name: share * seconds for name, share in idle.items()}
+            return step(seconds, round(metrics["rollout/answer_tokens"] * answers_per_step), **parts)
+
+        line.serve(["practicum", "torch", "transformers", "ray"], take_step)
 
 
 if __name__ == "__main__":

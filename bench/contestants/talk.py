@@ -14,14 +14,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from practicum.rollout.agent.driver import ConversationDriver
+from practicum.rollout.runner import EngineRunner, Order
 
 from practicum import Sample
 from practicum.config import AgentConfig
 from practicum.models import load_model, load_tokenizer, save_model
+<<<<<<< HEAD
 from practicum.rollout.agent.conversation import Conversations
 from practicum.rollout.engine.sequence import Sequence
 from practicum.rollout.native import NativeRollout
 from practicum.types import Message, Prompt, PromptGroup, SamplingParams
+=======
+from practicum.rollout.native import NativeRollout
+from practicum.types import Message, Prompt, RolloutRequest, SamplingParams
+>>>>>>> router
 
 END, USER, TOOL, BOT = "<end>", "<user>", "<tool>", "<bot>"
 CALL = "[12*34]"  # every character once, and those before and after it

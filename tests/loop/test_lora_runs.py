@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from practicum.loop.placement import rollout_problems
 
 from practicum import Config, Trainer
 from practicum.errors import CheckpointError, ConfigError, ModelError
 from practicum.loop.explain import explanation
+from practicum.loop.placement import rollout_problems
 from practicum.loop.run_folder import read_metrics
 from practicum.models import load_model
 from tests.loop.test_trainer import timeless, weights

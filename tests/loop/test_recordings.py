@@ -7,7 +7,7 @@ import pytest
 
 from practicum import Config
 from practicum.errors import ConfigError, ReplayError
-from practicum.loop.recordings import check_resumed, check_recordings
+from practicum.loop.recordings import check_recordings, check_resumed
 from practicum.models import load_model, load_tokenizer
 from practicum.replay import RouteWriter, recording_header
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from practicum.config import RewardConfig
 from practicum.controller import Controller, open_controller
 from practicum.controller.host import free_port
 from practicum.errors import RewardError, WorkerError
-from practicum.reward import Progress, check_reward, open_reward_centre
-from practicum.types import Score
-from tests.reward.builders import function, samples_of
-from tests.reward.fakes import FakeService, hang, saying
+from practicum.reward import check_reward, open_reward_centre
+from practicum.reward.manager import RewardLoopManager
+from practicum.reward.report import GradingReport, Progress
+from practicum.types import PromptGroup, Score
+from tests.reward.builders import function, groups_for, groups_of, samples_of, scores_of
+from tests.reward.fakes import FakeService, hang, run, saying
 from tests.rewards import most_at_a_time
 from tests.rollout.server.models import ask, save_classifier
 
@@ -40,9 +43,32 @@ def config(**keys: Any) -> RewardConfig:
     return RewardConfig.model_validate({"max_failure_share": 0.99, **keys})
 
 
+def with_centre(
+    controller: Controller, test: Callable[[RewardLoopManager], Awaitable[None]], reward: RewardConfig, **options: Any
+) -> None:
+    async def within() -> None:
+        async with open_reward_centre(reward, controller, **options) as manager:
+            await test(manager)
+
+    run(within)
+
+
+def graded(
+    controller: Controller, groups: Sequence[PromptGroup], reward: RewardConfig, **options: Any
+) -> GradingReport:
+    reports: list[GradingReport] = []
+
+    async def test(manager: RewardLoopManager) -> None:
+        reports.append(await manager.grade(groups))
+
+    with_centre(controller, test, reward, **options)
+    return reports[0]
+
+
 def scores(controller: Controller, samples: Any, **keys: Any) -> list[Score]:
-    with open_reward_centre(config(**keys), controller) as manager:
-        return manager.grade(samples).scores
+    groups = groups_of(samples)
+    graded(controller, groups, config(**keys))
+    return scores_of(groups)
 
 
 def values(made: list[Score]) -> list[float | None]:
@@ -74,26 +100,29 @@ def test_limits_hold_over_all_workers_together(on_ray: Controller, tmp_path: Pat
         "limits": {"concurrency": 3},
         "processes": 8,
     }
-    samples = [
-        *samples_of(*"a" * 60, file=str(file)),
-        *samples_of(*"b" * 20, source="sync", file=str(file)),
+    groups = [
+        *groups_for(*"a" * 60, file=str(file)),
+        *groups_for(*"b" * 20, source="sync", file=str(file)),
     ]
-    with open_reward_centre(config(**keys), on_ray) as manager:
-        batch = manager.grade(samples)
-    assert values(batch.scores) == [1.0] * 80
+    report = graded(on_ray, groups, config(**keys))
+    assert values(scores_of(groups)) == [1.0] * 80
     assert most_at_a_time(file) == 3
-    assert batch.report.longest_wait_s > 0
+    assert report.longest_wait_s > 0
 
 
 def test_requests_per_minute_are_shared_by_the_workers(on_ray: Controller, tmp_path: Path) -> None:
     file = tmp_path / "calls"
     keys = {"function": function("counts_calls"), "limits": {"requests_per_minute": 5}}
-    with open_reward_centre(config(**keys), on_ray) as manager, manager.round() as grading:
-        grading.add(samples_of(*"a" * 20, file=str(file)))
-        deadline = time.monotonic() + WAIT_S
-        while not file.exists() or len(file.read_text().split()) < 5:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+
+    async def test(manager: RewardLoopManager) -> None:
+        async with manager.round() as grading:
+            grading.add(groups_for(*"a" * 20, file=str(file)))
+            deadline = time.monotonic() + WAIT_S
+            while not file.exists() or len(file.read_text().split()) < 5:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+
+    with_centre(on_ray, test, config(**keys))
     assert len(file.read_text().split()) == 5  # with the round left, the others never begin
 
 
@@ -121,10 +150,9 @@ def test_kept_scores_are_counted(here: Controller, tmp_path: Path, monkeypatch: 
     hits = []
     for version in ("", "", "2"):
         keys["cache"] = {"folder": "scores", "version": version}
-        with open_reward_centre(config(**keys), here) as manager:
-            batch = manager.grade(samples)
-        assert values(batch.scores) == [1.0, 2.0]
-        hits.append(batch.report.num_cache_hits)
+        groups = groups_of(samples)
+        hits.append(graded(here, groups, config(**keys)).num_cache_hits)
+        assert values(scores_of(groups)) == [1.0, 2.0]
     assert hits == [0, 2, 0]
     assert (tmp_path / "scores").is_dir()
 
@@ -152,8 +180,7 @@ def test_what_a_service_does_wrong_is_a_status(here: Controller, reply: Any, sta
 def test_progress_reaches_the_caller(here: Controller) -> None:
     told: list[Progress] = []
     keys = config(function=function("naps"), processes=2)
-    with open_reward_centre(keys, here, on_progress=told.append) as manager:
-        manager.grade(samples_of(*["0.3"] * 20))
+    graded(here, groups_for(*["0.3"] * 20), keys, on_progress=told.append)
     assert told and told[0].num_samples == 20
 
 
@@ -161,9 +188,13 @@ def test_nothing_is_left_of_a_centre(here: Controller) -> None:
     before = set(psutil.Process().children(recursive=True))
     with FakeService(1.0) as service:
         terms = [{"function": function("length")}, {"grader": "endpoint", "options": {"urls": service.url}}]
-        with open_reward_centre(config(terms=terms, limits={"concurrency": 2}), here) as manager:
-            manager.grade(samples_of("a", "b"))
-            started = set(psutil.Process().children(recursive=True)) - before
+        started: set[psutil.Process] = set()
+
+        async def test(manager: RewardLoopManager) -> None:
+            await manager.grade(groups_for("a", "b"))
+            started.update(set(psutil.Process().children(recursive=True)) - before)
+
+        with_centre(here, test, config(terms=terms, limits={"concurrency": 2}))
     assert len(started) >= 3  # a router, a fork server and its process
     assert not psutil.wait_procs(started, timeout=10)[1]
 
@@ -171,11 +202,8 @@ def test_nothing_is_left_of_a_centre(here: Controller) -> None:
 def test_a_key_that_workers_do_not_have_is_named(here: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     options = {"urls": "http://127.0.0.1:1", "api_key_env": "NO_SUCH_KEY"}
-    with (
-        pytest.raises(WorkerError, match="NO_SUCH_KEY"),
-        open_reward_centre(config(grader="endpoint", options=options), here),
-    ):
-        pass
+    with pytest.raises(WorkerError, match="NO_SUCH_KEY"):
+        graded(here, [], config(grader="endpoint", options=options))
 
 
 @pytest.mark.parametrize(
@@ -201,23 +229,29 @@ def test_a_colocated_model_is_awake_for_its_own_samples_and_asleep_after_a_failu
         "terms": [{"grader": "classifier"}, {"function": function("always_raises")}],
         "model": {"path": str(model)},
     }
-    with open_reward_centre(RewardConfig.model_validate(keys), here) as manager:
-        models = manager._models
+
+    async def test(manager: RewardLoopManager) -> None:
+        models = manager.models
         assert models is not None and models.sleeps
 
-        def health() -> str:
+        async def health() -> str:
             (worker,) = models.router.workers()
-            return str(ask(worker["url"], "/health", method="GET")[1]["status"])
+            return str((await asyncio.to_thread(ask, worker["url"], "/health", method="GET"))[1]["status"])
 
-        assert health() == "asleep"
-        with manager.round() as grading:
-            grading.add(samples_of("1", truth="1", source="sums"))  # needs no model, and does not wait for one
-            grading.add(samples_of("1+2=3", source="chat"))
-            assert health() == "asleep"
-            graded = grading.result()
-            told.append(health())
-        assert graded.scores[0] == Score(1.0) and graded.scores[1].status == "ok"
-        assert told == ["awake"] and health() == "asleep"
+        assert await health() == "asleep"
+        groups = [*groups_for("1", truth="1", source="sums"), *groups_for("1+2=3", source="chat")]
+        async with manager.round() as grading:
+            grading.add(groups)  # the first needs no model, and does not wait for one
+            while groups[0].trajectories[0].score is None:
+                await asyncio.sleep(0.01)
+            assert await health() == "asleep"
+            await grading.result()
+            told.append(await health())
+        sums, chat = scores_of(groups)
+        assert sums == Score(1.0) and chat.status == "ok"
+        assert told == ["awake"] and await health() == "asleep"
         with pytest.raises(RewardError, match="the grader is on strike"):
-            manager.grade(samples_of("1", "2"))
-        assert health() == "asleep"
+            await manager.grade(groups_for("1", "2"))
+        assert await health() == "asleep"
+
+    with_centre(here, test, RewardConfig.model_validate(keys))

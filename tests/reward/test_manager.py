@@ -118,13 +118,13 @@ def test_too_many_failures_stop_the_run_with_the_first_reason() -> None:
 
 def test_a_share_that_fails_first_is_judged_when_all_are_there() -> None:
     async def test() -> None:
-        async with open_manager({"function": function("raises_on_one")}, max_failure_share=0.3) as manager:
-            async with manager.round() as grading:
-                (failing,) = groups_for("1")
-                grading.add([failing])
-                await until(lambda: failing.trajectories[0].score is not None, "the first was graded")
-                grading.add(groups_for("0", "2", "3"))
-                assert (await grading.result()).failures == {"invalid": 1}
+        config = {"function": function("raises_on_one")}
+        async with open_manager(config, max_failure_share=0.3) as manager, manager.round() as grading:
+            (failing,) = groups_for("1")
+            grading.add([failing])
+            await until(lambda: failing.trajectories[0].score is not None, "the first was graded")
+            grading.add(groups_for("0", "2", "3"))
+            assert (await grading.result()).failures == {"invalid": 1}
 
     run(test)
 

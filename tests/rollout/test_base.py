@@ -182,9 +182,7 @@ async def test_sequences_join_those_under_way_and_come_back_in_their_order() -> 
     tokens: list[int] = []
     first = asyncio.create_task(engine.write([sequence_of(5), sequence_of(2)]))
     await engine.step(2)
-    second = asyncio.create_task(
-        engine.write([sequence_of(3, on_tokens=lambda new, log_probs: tokens.extend(new))])
-    )
+    second = asyncio.create_task(engine.write([sequence_of(3, on_tokens=lambda new, log_probs: tokens.extend(new))]))
     await settle()
     assert (engine.num_waiting, engine.num_running) == (1, 1) and not first.done()
     await engine.finish()

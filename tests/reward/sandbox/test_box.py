@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
@@ -168,20 +167,13 @@ def test_killing_the_starter_leaves_nothing(trusted: bool, tmp_path: Path) -> No
 @isolated
 @pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user; the other tests ran as one already")
-def test_ordinary_users_are_as_safe(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    for parent in itertools.takewhile(lambda parent: parent != Path(tempfile.gettempdir()), tmp_path.parents):
-        parent.chmod(0o755)
-    command = [
-        sys.executable,
-        "-m",
-        "tests.reward.sandbox.as_user",
-        f"--basetemp={tmp_path}/pytest",
-        "-rs",
-        "--no-header",
-    ]
-    command += ["tests/reward/sandbox/test_attacks.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+def test_ordinary_users_are_as_safe() -> None:
+    # Not in `tmp_path`: whichever pytest starts next closes the way there to everybody but its own user.
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        command = [sys.executable, "-m", "tests.reward.sandbox.as_user", f"--basetemp={folder}/pytest"]
+        command += ["-rs", "--no-header", "tests/reward/sandbox/test_attacks.py"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-4000:] + done.stderr
 
 

@@ -40,6 +40,7 @@ _HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"up
 _NEEDED = frozenset({b"host", b"content-length", b"transfer-encoding", b"content-type", b"authorization", b"expect"})
 _READ = _HOP_BY_HOP | {b"host", b"content-length", b"transfer-encoding", b"expect", b"authorization", b"origin"}
 _READ |= {COST_HEADER, PRIORITY_HEADER}
+_NO_TOKENS: Set[bytes] = frozenset()
 _CHUNKED_HEAD = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -168,6 +169,8 @@ class ResponseHead(NamedTuple):
 class _Fields:
     """The few headers that matter here, collected in the callbacks of httptools."""
 
+    __slots__ = ("_names", "_values", "complete", "num_bodies", "num_headers", "num_messages", "target")
+
     def __init__(self, names: Set[bytes] = _READ) -> None:
         self._names = names
         self._values: dict[bytes, list[bytes]] = {}
@@ -197,10 +200,14 @@ class _Fields:
         return self._values.get(name, ())
 
     def first(self, name: bytes) -> bytes | None:
-        return next(iter(self.values(name)), None)
+        values = self._values.get(name)
+        return values[0] if values else None
 
     def tokens(self, name: bytes) -> Set[bytes]:
-        return {token.strip().lower() for value in self.values(name) for token in value.split(b",") if token.strip()}
+        values = self._values.get(name)
+        if values is None:
+            return _NO_TOKENS
+        return {token.strip().lower() for value in values for token in value.split(b",") if token.strip()}
 
     def has_any(self, names: Set[bytes]) -> bool:
         return not self._values.keys().isdisjoint(names)

@@ -175,12 +175,12 @@ class Tool:
                 raise RolloutError(f"{_KEY}: {self._where} takes {parameter}: a tool takes named parameters only.")
             if parameter.name not in hints:
                 raise RolloutError(f"{_KEY}: {self._where} needs a type hint for its parameter {parameter.name!r}.")
-            told: dict[str, Any] = {"alias": parameter.name}
+            options: dict[str, Any] = {"alias": parameter.name}
             if parameter.name in about:
-                told["description"] = about[parameter.name]
+                options["description"] = about[parameter.name]
             default = ... if parameter.default is parameter.empty else parameter.default
             # By other names within the model, which has methods of its own that a parameter may be called like.
-            fields[f"given_{parameter.name}"] = (hints[parameter.name], Field(default, **told))
+            fields[f"given_{parameter.name}"] = (hints[parameter.name], Field(default, **options))
         try:
             return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         except PydanticUserError as error:

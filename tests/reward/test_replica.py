@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from practicum.reward.serving.replica import RewardModelReplica
 
 from practicum.config import RewardModelConfig
 from practicum.controller import LocalWorkerGroup, RayClassWithInitArgs
 from practicum.errors import ResourceError, WorkerError
+from practicum.reward.replica import PlacedReplica, RewardModelReplica
+from tests.reward.fakes import run
 from tests.rollout.server.models import ask, save_classifier, score_of
 
 
@@ -61,3 +62,30 @@ def test_a_model_larger_than_the_machine_is_refused_before_it_is_loaded(tmp_path
     with pytest.raises(WorkerError, match=arithmetic) as caught:
         start(RewardModelConfig(path=str(folder), dtype="bfloat16"))
     assert isinstance(caught.value.cause, ResourceError)
+
+
+def test_the_life_of_a_placed_replica(classifier_folder: Path) -> None:
+    config = RewardModelConfig(path=str(classifier_folder))
+    packed = RayClassWithInitArgs(RewardModelReplica, config, device="cpu", on_node=None, public=False, asleep=True)
+
+    async def test() -> None:
+        replica = await PlacedReplica.start(3, None, packed, timeout_s=60.0)
+        try:
+            first = replica.url
+            assert first is not None
+            assert await replica.is_well()  # asleep as it is
+            await replica.wake_up()
+            assert ask(first, "/health", method="GET")[1] == {"status": "awake"}
+            await replica.sleep()
+            assert ask(first, "/health", method="GET")[1] == {"status": "asleep"}
+            await replica.end()
+            assert (replica.url, await replica.is_well(), await replica.memory()) == (None, False, None)
+            await replica.restart()
+            assert await replica.is_well()
+            memory = await replica.memory()
+            assert memory is not None and memory.weights > 0
+        finally:
+            await replica.end()
+            await replica.end()
+
+    run(test)

@@ -100,11 +100,6 @@ class CpuRunner(ModelRunner):
     def reset(self) -> None:
         self._cache.clear()  # it may hold what is no number
         self._drawn.clear()
-<<<<<<< HEAD
-=======
-        if self.recorder is not None:
-            self.recorder.discard()
->>>>>>> router
 
     # Steps
 

@@ -7,21 +7,21 @@ apart, which its tokenizer would join: a conversation whose text is tokenised ag
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from practicum.rollout.agent.driver import ConversationDriver
-from practicum.rollout.runner import EngineRunner, Order
 
 from practicum import Sample
 from practicum.config import AgentConfig
 from practicum.models import load_model, load_tokenizer, save_model
+from practicum.rollout.agent.conversation import Conversations
+from practicum.rollout.engine.sequence import Sequence
 from practicum.rollout.native import NativeRollout
-from practicum.types import Message, Prompt, RolloutRequest, SamplingParams
+from practicum.types import Message, Prompt, PromptGroup, SamplingParams
 
 END, USER, TOOL, BOT = "<end>", "<user>", "<tool>", "<bot>"
 CALL = "[12*34]"  # every character once, and those before and after it
@@ -54,43 +54,34 @@ class Recorded(NativeRollout):
 
     seen: list[list[int]]
 
-    def check(self, request: RolloutRequest) -> None:
-        super().check(request)
-        self.seen.append(request.prompt_ids.tolist())
+    def submit(self, sequences: list[Sequence]) -> None:
+        super().submit(sequences)
+        self.seen += [sequence.prompt_ids.tolist() for sequence in sequences]
 
 
 def _conversation(folder: Path, num_turns: int) -> tuple[Sample, list[list[int]]]:
     """The conversation, and the tokens that went into each of its turns."""
+    return asyncio.run(asyncio.wait_for(_converse(folder, num_turns), PATIENCE_S))
+
+
+async def _converse(folder: Path, num_turns: int) -> tuple[Sample, list[list[int]]]:
     engine = Recorded(str(folder), device=torch.device("cpu"), dtype=torch.float32, max_batch=2)
-    engine.resume()
     engine.seen = []
     tokenizer = load_tokenizer(str(folder))
     agent = AgentConfig(tools=("bench.contestants.calculator:multiply",), call_format="plain", max_turns=num_turns)
-    driver = ConversationDriver(EngineRunner(engine), tokenizer, agent)
-    told: list[Sample] = []
-    failures: list[Exception] = []
-    is_over = threading.Event()
-
-    def on_sample(answer: int, sample: Sample) -> None:
-        told.append(sample)
-        is_over.set()
-
-    def on_failure(error: Exception) -> None:
-        failures.append(error)
-        is_over.set()
-
+    conversations = Conversations(engine, tokenizer, agent)
     ids = np.array(tokenizer(f"{USER}12*34={BOT}", add_special_tokens=False)["input_ids"], np.int32)
     prompt = Prompt("talk", messages=(Message("user", "12*34="),))
-    request = RolloutRequest(prompt, ids, SamplingParams(40 * num_turns, 0.0), seed=0)
+    group = PromptGroup("talk", prompt, ids, SamplingParams(40 * num_turns, 0.0), seed=0)
     try:
-        driver.submit(Order(request, on_sample, on_failure))
-        if not is_over.wait(PATIENCE_S):
-            raise RuntimeError(f"{num_turns} turns were not over within {PATIENCE_S:g} s")
+        await engine.resume()
+        await conversations.start()
+        async for _ in conversations.generate([group]):
+            pass
     finally:
-        driver.close()
-    if failures:
-        raise failures[0]
-    return told[0], engine.seen[1:]  # the first look is the driver's, at the conversation as a whole
+        await conversations.close()
+        await engine.close()
+    return group.trajectories[0].last, engine.seen
 
 
 @torch.no_grad()

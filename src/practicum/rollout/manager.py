@@ -115,7 +115,7 @@ class _Worker:
 
 
 class ExpectedLengths:
-    """How long answers get, learnt from those to prompts of the same source."""
+    """Expects answers to be as long as others to prompts of the same source were."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, float] = {}
@@ -330,14 +330,14 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
                 worker.watch = asyncio.create_task(self._watch(worker))
 
     def _shared_out(self, workers: Sequence[_Worker]) -> Iterator[tuple[_Worker, _Part]]:
-        """Everything, in shares of the same size."""
+        """Share everything out, in the order of the groups, in shares of the same size."""
         parts, self._waiting = sorted(self._waiting, key=lambda part: (part.call.number, part.number)), []
         for _, own in itertools.groupby(parts, key=lambda part: part.call):
             for worker, share in zip(workers, split_batch(list(own), len(workers)), strict=True):
                 yield from ((worker, part) for part in share)
 
     def _chosen(self, workers: Sequence[_Worker], window: int) -> Iterator[tuple[_Worker, _Part]]:
-        """Whatever workers have room for, the next part always to the one that has the fewest tokens to write."""
+        """Fill the workers that have room: the next part goes to the one that has the fewest tokens to write."""
         room = {worker: window - worker.num_open for worker in workers}
         load = {worker: worker.num_tokens for worker in workers}
         free = {worker for worker in workers if room[worker] >= max(1, int(window * _LEAST_ROOM))}
@@ -540,7 +540,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
             await all_of(self._sleep(own) for own in self.replicas if not own.problem or own.number in self._late)
 
     async def _sleep(self, replica: RolloutReplica) -> None:
-        """Asleep, or ended: in either case it holds none of the device."""
+        """Put a replica to sleep, or end it: in either case it holds none of the device."""
         try:
             await replica.sleep()
         except PracticumError as error:

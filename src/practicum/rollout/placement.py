@@ -43,14 +43,14 @@ _SHUT = (401, 403)
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """What replicas need beside their engines."""
+    """Settings of replicas beside those of their engines."""
 
     threads: int | None = None
-    """Of each on CPUs; None divides a machine's cores among its replicas."""
+    """Threads of each replica on CPUs; None divides a machine's cores among its replicas."""
     start_timeout_s: float = 300.0
     call_timeout_s: float = 1800.0
     num_spared: int = 0
-    """standalone: free GPUs that others are going to ask for."""
+    """Free GPUs that others are going to ask for; standalone replicas leave them."""
 
 
 def hybrid_manager(group: WorkerGroup[RolloutWorker], settings: ReplicaSettings) -> RolloutManager:

@@ -9,17 +9,15 @@ Each is a step, whose parts are what was counted.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,13 +32,13 @@ from practicum.models import load_model, save_model
 from practicum.rollout.engines import EngineSettings
 from practicum.rollout.manager import RolloutManager
 from practicum.rollout.placement import ReplicaSettings, open_replicas
-from practicum.types import Prompt, RolloutRequest, SamplingParams
+from practicum.types import Prompt, PromptGroup, Sample, SamplingParams
 from practicum.weights import ChannelSettings, Place, Ticket, choose, open_sender
 
 NUM_REPLICAS, MAX_BATCH = 2, 16
 NUM_ANSWERS = 256
 PATIENCE_S = 120.0
-Answers = dict[tuple[int, int], Any]
+Answers = dict[str, Sample]
 Counts = dict[str, float]
 
 
@@ -56,95 +54,97 @@ def main() -> None:
         if case == "conversation":
             line.answer([step(1.0, 1.0, **talk(folder / "talk", num_turns))])
             continue
-        with replicas(folder) as (manager, weights):
-            counts = under_new_weights(manager, weights, new_tokens) | under_a_kill(manager, new_tokens)
-            line.answer([step(1.0, 1.0, **counts)])  # to leave takes as long as the replica takes to be back
+        line.answer([step(1.0, 1.0, **asyncio.run(under_fire(folder, new_tokens)))])
 
 
-@contextmanager
-def replicas(folder: Path) -> Iterator[tuple[RolloutManager, TrainersEnd]]:
-    """Nobody else uses their places and they never sleep: standalone ones, with the trainer in this process."""
+async def under_fire(folder: Path, new_tokens: int) -> Counts:
+    async with replicas(folder) as (manager, weights):
+        updated = await under_new_weights(manager, weights, new_tokens)
+        return updated | await under_a_kill(manager, new_tokens)
+
+
+@asynccontextmanager
+async def replicas(folder: Path) -> AsyncIterator[tuple[RolloutManager, ModelWeights]]:
+    """Nobody else uses their devices and they never sleep: standalone ones, with the trainer in this process."""
     model = folder / "replicas"
     save_model(make_model(0), make_tokenizer(), model)
     config = RolloutConfig(placement="colocated", max_batch=MAX_BATCH)
     engine = EngineSettings("native", str(model), device="cpu", max_batch=MAX_BATCH, cache_gb=0.05)
     times = ReplicaSettings(threads=1, start_timeout_s=PATIENCE_S, call_timeout_s=PATIENCE_S)
-    weights = TrainersEnd(model)
+    weights = ModelWeights(model)
     with ray_cluster(), RayResourcePool([NUM_REPLICAS], resources_per_process={"CPU": 1}) as pool:
         controller = Controller(pool, PATIENCE_S, PATIENCE_S)
-        with open_replicas(config, controller, engine, weights, times) as manager:
+        async with open_replicas(config, controller, engine, weights, times) as manager:
             manager.sleeps = False
-            manager.update_weights(1)
+            await manager.update_weights(1)
             yield manager, weights
 
 
-def under_a_kill(manager: RolloutManager, new_tokens: int) -> Counts:
-    asked = _requests(new_tokens)
-    expected, _, undisturbed_s = _written(manager, asked)
-    victim = manager.replicas[0].where().pid
-    found, times, seconds = _written(manager, asked, lambda: os.kill(victim, signal.SIGKILL))
+async def under_a_kill(manager: RolloutManager, new_tokens: int) -> Counts:
+    expected, _, undisturbed_s = await _written(manager, new_tokens)
+    victim = (await manager.replicas[0].where()).pid
+    found, times, seconds = await _written(manager, new_tokens, lambda: os.kill(victim, signal.SIGKILL))
     return {
         "missing": len(expected) - len(found),
         "twice": sum(times.values()) - len(found),
-        "other": sum(found[place].token_ids.tolist() != own.token_ids.tolist() for place, own in expected.items()),
+        "other": sum(found[name].token_ids.tolist() != own.token_ids.tolist() for name, own in expected.items()),
         "killed_s": seconds,
         "undisturbed_s": undisturbed_s,
     }
 
 
-def under_new_weights(manager: RolloutManager, weights: TrainersEnd, new_tokens: int) -> Counts:
+async def under_new_weights(manager: RolloutManager, weights: ModelWeights, new_tokens: int) -> Counts:
     old, new = manager.version, manager.version + 1
     weights.learn()
-    updating = threading.Thread(target=manager.update_weights, args=(new,))
-    found, _, _ = _written(manager, _requests(new_tokens), updating.start)
-    updating.join(PATIENCE_S)
+    updating: list[asyncio.Task[None]] = []
+    found, _, _ = await _written(
+        manager, new_tokens, lambda: updating.append(asyncio.create_task(manager.update_weights(new)))
+    )
+    await updating[0]
     versions = [set(sample.versions.tolist()) for sample in found.values()]
-    told = [versions.count({version}) for version in (old, new)]
-    return {"mixed": len(versions) - sum(told), "by_old": told[0], "by_new": told[1]}
+    num = [versions.count({version}) for version in (old, new)]
+    return {"mixed": len(versions) - sum(num), "by_old": num[0], "by_new": num[1]}
 
 
-def _requests(new_tokens: int) -> list[RolloutRequest]:
+async def _written(
+    manager: RolloutManager, new_tokens: int, at_first: Callable[[], object] | None = None
+) -> tuple[Answers, Counter[str], float]:
+    """The answers, how often each came, and how long it took. `at_first` is done when the first have come."""
     params = SamplingParams(new_tokens, ignore_eos=True)
-    return [
-        RolloutRequest(Prompt(str(i), text="a sum"), np.array([5, 6, 3 + i % 9], np.int32), params, seed=i)
+    asked = [
+        PromptGroup(str(i), Prompt(str(i), text="a sum"), np.array([5, 6, 3 + i % 9], np.int32), params, seed=i)
         for i in range(NUM_ANSWERS)
     ]
-
-
-def _written(
-    manager: RolloutManager, requests: Sequence[RolloutRequest], at_first: Callable[[], object] | None = None
-) -> tuple[Answers, Counter[tuple[int, int]], float]:
-    """The answers, how often each came, and how long it took. `at_first` is done when the first have come."""
     samples: Answers = {}
-    times: Counter[tuple[int, int]] = Counter()
+    times: Counter[str] = Counter()
     began = time.perf_counter()
-    for answers in manager.write(requests):
-        if at_first is not None and not samples:
-            at_first()
-        for answer in answers:
-            times[answer.request, answer.number] += 1
-            samples[answer.request, answer.number] = answer.sample
+    async with aclosing(manager.generate(asked)) as generating:
+        async for groups in generating:
+            if at_first is not None and not samples:
+                at_first()
+            for sample in (sample for group in groups for sample in group.samples):
+                times[sample.id] += 1
+                samples[sample.id] = sample
     return samples, times, time.perf_counter() - began
 
 
-class TrainersEnd:
-    """Of the weights: a model in this process that is sent to the replicas."""
+class ModelWeights:
+    """A trainer's weights: a model in this process that is sent to the replicas."""
 
     def __init__(self, folder: Path) -> None:
         self._model = load_model(str(folder)).eval().requires_grad_(False)
-        self._thread = ThreadPoolExecutor(1)
 
-    def open(self, engines: Sequence[Place]) -> None:
+    async def open(self, engines: Sequence[Place]) -> None:
         settings = ChannelSettings(timeout_s=PATIENCE_S, num_receivers=len(engines))
         self._sender = open_sender(choose(Place.here(), engines), settings)
 
-    def invite(self, version: int, num_receivers: int) -> Ticket | None:
+    async def invite(self, version: int, num_receivers: int) -> Ticket | None:
         return self._sender.invite(version, num_receivers)
 
-    def send(self, version: int) -> Callable[[], Ticket]:
-        return self._thread.submit(self._sender.send, version, self._model.named_parameters()).result
+    async def send(self, version: int) -> Ticket:
+        return await asyncio.to_thread(self._sender.send, version, self._model.named_parameters())
 
-    def log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+    async def log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         with torch.no_grad():
             return [self._log_probs(torch.from_numpy(ids.astype(np.int64))) for ids in sequences]
 

@@ -23,10 +23,9 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, TypeVar, cast
 
 from practicum.controller.wire import split_batch
 from practicum.errors import PracticumError, RolloutError, TrainingError, WeightsGone, WorkerError
@@ -34,6 +33,7 @@ from practicum.rollout.delivery import WeightDelivery
 from practicum.rollout.replica import RolloutReplica
 from practicum.types import PromptGroup, Sample, Trajectory
 
+T = TypeVar("T")
 log = logging.getLogger("practicum.rollout")
 _MOST_RESTARTS = 2  # in a row
 _MORE_ATTEMPTS = 2
@@ -115,7 +115,7 @@ class _Worker:
 
 
 class ExpectedLengths:
-    """How long answers get, learnt from those to prompts of the same source."""
+    """Expects answers to be as long as others to prompts of the same source were."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, float] = {}
@@ -131,12 +131,12 @@ class ExpectedLengths:
         self._tokens[source] = now if before is None else before + _NEWEST_COUNTS * (now - before)
 
 
-class RolloutManager:
+class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
     """`async for groups in manager.generate(prompt_groups)`.
 
     `window` is the most answers that a worker has at a time. None gives all out at once, by the order of the groups
-    alone, so that every run does it alike. A worker that finishes nothing for `silence_s` has failed. `delivery` is None
-    where replicas share the trainer's own weights. `sleeps`: replicas sleep outside of `awake`.
+    alone, so that every run does it alike. A worker that finishes nothing for `silence_s` has failed. `delivery` is
+    None where replicas share the trainer's own weights. `sleeps`: replicas sleep outside of `awake`.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class RolloutManager:
             try:
                 if self._num_awake == 1:
                     self._forgive()
-                    await _all(self._wake(replica) for replica in self.healthy)
+                    await all_of(self._wake(replica) for replica in self.healthy)
             finally:
                 self._lifecycle.release()
             yield
@@ -264,14 +264,9 @@ class RolloutManager:
         for task in [*self._restarts.values(), *watches]:
             task.cancel()
         await self._wait_for_restarts()
-        await _all(replica.end() for replica in self.replicas)
+        await all_of(replica.end() for replica in self.replicas)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # Giving out and taking in
@@ -335,14 +330,14 @@ class RolloutManager:
                 worker.watch = asyncio.create_task(self._watch(worker))
 
     def _shared_out(self, workers: Sequence[_Worker]) -> Iterator[tuple[_Worker, _Part]]:
-        """Everything, in shares of the same size."""
+        """Share everything out, in the order of the groups, in shares of the same size."""
         parts, self._waiting = sorted(self._waiting, key=lambda part: (part.call.number, part.number)), []
         for _, own in itertools.groupby(parts, key=lambda part: part.call):
             for worker, share in zip(workers, split_batch(list(own), len(workers)), strict=True):
                 yield from ((worker, part) for part in share)
 
     def _chosen(self, workers: Sequence[_Worker], window: int) -> Iterator[tuple[_Worker, _Part]]:
-        """Whatever workers have room for, the next part always to the one that has the fewest tokens to write."""
+        """Fill the workers that have room: the next part goes to the one that has the fewest tokens to write."""
         room = {worker: window - worker.num_open for worker in workers}
         load = {worker: worker.num_tokens for worker in workers}
         free = {worker for worker in workers if room[worker] >= max(1, int(window * _LEAST_ROOM))}
@@ -520,7 +515,8 @@ class RolloutManager:
 
     async def _give_weights(self, version: int) -> None:
         if self._delivery is None:
-            return await _all(replica.update_weights(version) for replica in self.replicas)
+            await all_of(replica.update_weights(version) for replica in self.replicas)
+            return
         late = [replica for replica in self.replicas if replica.number in self._late]
         self._late.clear()
         failed = await self._delivery.send([*self.healthy, *late], version)
@@ -541,10 +537,10 @@ class RolloutManager:
         """Have replicas fall asleep, unless somebody needs them awake."""
         if self.sleeps and not self._num_awake:
             await self._wait_for_restarts()  # or they would come back awake
-            await _all(self._sleep(own) for own in self.replicas if not own.problem or own.number in self._late)
+            await all_of(self._sleep(own) for own in self.replicas if not own.problem or own.number in self._late)
 
     async def _sleep(self, replica: RolloutReplica) -> None:
-        """Asleep, or ended: in either case it holds none of the device."""
+        """Put a replica to sleep, or end it: in either case it holds none of the device."""
         try:
             await replica.sleep()
         except PracticumError as error:
@@ -556,8 +552,10 @@ class RolloutManager:
             await replica.end()
 
 
-async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all of them, each to its end; then raise the first error."""
-    for error in await asyncio.gather(*coroutines, return_exceptions=True):
-        if error is not None:
+    found = await asyncio.gather(*coroutines, return_exceptions=True)
+    for error in found:
+        if isinstance(error, BaseException):
             raise error
+    return cast(list[T], found)

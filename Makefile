@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test lint types check format clean
+.PHONY: setup demo test test-fast lint types check format clean
 
 setup: $(STAMP)
 
@@ -20,8 +20,11 @@ demo: setup
 	$(BIN)/practicum demo
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile || { echo "What failed beside other tests is run again by itself."; \
-		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none; }
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Before each commit: what needs neither Ray nor a whole run.
+test-fast: setup
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 lint: setup
 	$(BIN)/ruff check .

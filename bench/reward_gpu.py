@@ -9,6 +9,7 @@ it takes to wake. Needs a CUDA device: `python -m bench.reward_gpu --out FOLDER`
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
 import tempfile
@@ -60,18 +61,18 @@ def used_mib() -> float:
     return (total - free) / _MIB
 
 
-def replica_alone(folder: Path) -> dict[str, Any]:
+async def replica_alone(folder: Path) -> dict[str, Any]:
     before = used_mib()
     with RayResourcePool([1], use_gpu=True) as pool:
         config = RewardModelConfig(path=str(folder / "judge"), dtype="bfloat16")
-        with RewardModelManager(config, pool) as models:
+        async with RewardModelManager(config, pool) as models:
             rows, woken, slept = [], [], []
             for _ in range(_ROUNDS):
-                asleep, on_device = models.memory()[0], used_mib()
+                (asleep,), on_device = await models.memory(), used_mib()
                 start = time.perf_counter()
-                with models.awake():
+                async with models.awake():
                     woken.append(time.perf_counter() - start)
-                    awake, on_device_awake = models.memory()[0], used_mib()
+                    (awake,), on_device_awake = await models.memory(), used_mib()
                     start = time.perf_counter()
                 slept.append(time.perf_counter() - start)
                 assert asleep is not None and awake is not None
@@ -182,7 +183,7 @@ def main() -> None:
         found = {
             "environment": {**environment("python -m bench.reward_gpu"), "device": torch.cuda.get_device_name()},
             "waking": waking_against_a_copy(folder),
-            "replica": replica_alone(folder),
+            "replica": asyncio.run(replica_alone(folder)),
             "training": training_run(folder),
         }
     text = json.dumps(found, indent=1)

@@ -167,6 +167,16 @@ def test_the_example_of_the_controller_runs_as_shown(tmp_path: Path) -> None:
     assert len(lines) <= 32
 
 
+def test_the_ten_lines_of_the_controller_print_what_is_shown(
+    ray_session: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "controller.md").read_text()
+    code, shown = re.findall(r"In ten lines:\n\n```python\n(.*?)```\n\n```\n(.*?)```", page, re.S)[0]
+    exec(code, {"__name__": "__main__"})
+    assert capsys.readouterr().out == shown
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 

@@ -88,7 +88,7 @@ def test_diff_refuses_another_model_by_name(tmp_path: Path) -> None:
     assert code == 2 and errors.startswith("error: ") and "model qwen3_moe-1f2e3d4c, not olmoe-5" in errors
 
 
-def test_verify_exits_with_1_when_something_is_spoilt(tmp_path: Path) -> None:
+def test_verify_exits_with_1_when_something_is_damaged(tmp_path: Path) -> None:
     good = write(tmp_path / "good", make_batch(1, 10))
     bad = write(tmp_path / "bad", make_batch(1, 10))
     code, output, _ = routes("verify", good, bad)
@@ -100,7 +100,7 @@ def test_verify_exits_with_1_when_something_is_spoilt(tmp_path: Path) -> None:
     data[len(data) // 3] ^= 1
     bad.write_bytes(data)
     code, output, _ = routes("verify", good, bad)
-    assert code == 1 and f"{bad}: SPOILT: " in output and "whole are 5 records in 1 chunks" in output
+    assert code == 1 and f"{bad}: DAMAGED: " in output and "whole are 5 records in 1 chunks" in output
     assert "chunk 0 (5 samples, 1-0 to 1-4): the section" in output
     code, output, _ = routes("verify", tmp_path / "nowhere")
     assert code == 1 and "it cannot be read: No such file" in output
@@ -116,6 +116,7 @@ def test_a_mistake_is_a_paragraph(command: str, tmp_path: Path) -> None:
 
 
 def test_ids_that_are_no_unicode_can_be_shown(tmp_path: Path) -> None:
-    record = replace(make_record("odd"), id="odd \ud800 [bold]")
+    record = make_record("odd")
+    record.sample.id = "odd \ud800 [bold]"
     code, output, _ = routes("diff", write(tmp_path / "a", [record]), write(tmp_path / "b", []))
     assert code == 0 and "odd \\ud800 [bold]" in output

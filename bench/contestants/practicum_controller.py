@@ -16,8 +16,8 @@ from bench.contestant import Line
 from bench.contestants.bare_ray import BareTeam
 from bench.controller_work import BARE, ITEMS, OURS, ROWS, Job, items, rows, start_ray, take_steps
 from practicum.controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, WorkerGroup
-from practicum.controller.crew import Crew, CrewPlan
-from practicum.controller.ray_group import Post
+from practicum.controller.ray_group import Running
+from practicum.controller.workers import WorkerSet, WorkerSetPlan
 
 Item = tuple[int, ...]
 
@@ -72,9 +72,9 @@ class FakeHost:
 class FakeGroup(RayWorkerGroup[Echo]):
     """A group as it is once its workers are up, around workers that were never started."""
 
-    def __init__(self, plan: CrewPlan, crew: Crew) -> None:
+    def __init__(self, plan: WorkerSetPlan, workers: WorkerSet) -> None:
         WorkerGroup.__init__(self, plan.name, plan.packed, plan.pool.world_size, 60.0, plan.meshes)
-        self._post = Post(plan, crew)
+        self._running = Running(plan, workers)
 
 
 def noop_on_fakes(num_workers: int) -> Callable[[], Any]:
@@ -86,8 +86,8 @@ def noop_on_fakes(num_workers: int) -> Callable[[], Any]:
         ray.get(answers)
         answering.shutdown()
     room: Any = SimpleNamespace(world_size=num_workers, use_gpu=False)
-    plan = CrewPlan("fakes", packed, room, use_gpu=False, meshes={}, detached=False, start_timeout_s=60.0)
-    group = FakeGroup(plan, Crew(plan, [FakeHost(answer) for answer in answers], []))
+    plan = WorkerSetPlan("fakes", packed, room, use_gpu=False, meshes={}, detached=False, start_timeout_s=60.0)
+    group = FakeGroup(plan, WorkerSet(plan, [FakeHost(answer) for answer in answers], []))
     return lambda: group.execute_all(Echo.noop)
 
 

@@ -56,7 +56,7 @@ def demo(
             config = prepare(folder, overrides or [], on_step)
         console.print(
             f"A tiny Qwen3-MoE, warmed up on worked sums (40 % of them wrong), is in {config.model.path}. "
-            "Now it practises (GRPO).",
+            "Now it learns (GRPO).",
             **PLAIN,
         )
         _run(config, console, title="Practicum demo: a tiny mixture of experts learns to add")

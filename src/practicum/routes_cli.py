@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from practicum.replay.format import RecordingHeader
-    from practicum.replay.survey import Difference, Survey, Verdict
+    from practicum.replay.statistics import Difference, Statistics, Verdict
 
 app = typer.Typer(no_args_is_help=True, help="Look into recordings of routed experts.", pretty_exceptions_enable=False)
 
 Recorded = Annotated[Path, typer.Argument(help="A recording: the file of rank 0.", metavar="FILE")]
 
-SPOILT = 1
+DAMAGED = 1
 _BARS = "▁▂▃▄▅▆▇█"
 _SHOWN_IDS = 5
 _STOPPED = "interrupted."
@@ -36,13 +36,13 @@ def inspect(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """What a recording holds, what it takes, and how evenly its experts are used."""
+    """Show what a recording holds, what it takes, and how evenly its experts are used."""
     with errors_as_messages(debug, interrupted=_STOPPED):
+        from practicum.replay.statistics import statistics
         from practicum.replay.store import Recording
-        from practicum.replay.survey import survey
 
         with Recording(file) as recording:
-            header, found, steps = recording.header, survey(recording), recording.steps
+            header, found, steps = recording.header, statistics(recording), recording.steps
         console = _console()
         _print(console, _summary(file, header, found, steps))
         if found.load.sum():
@@ -60,10 +60,10 @@ def diff(
     second: Annotated[Path, typer.Argument(metavar="B")],
     debug: Debug = False,
 ) -> None:
-    """Where and how much two recordings of the same samples disagree."""
+    """Show where and how much two recordings of the same samples disagree."""
     with errors_as_messages(debug, interrupted=_STOPPED):
+        from practicum.replay.statistics import difference
         from practicum.replay.store import Recording
-        from practicum.replay.survey import difference
 
         with Recording(first) as one, Recording(second) as other:
             found, header = difference(one, other), one.header
@@ -81,9 +81,9 @@ def verify(
     ],
     debug: Debug = False,
 ) -> None:
-    """Read everything and say what is whole. Exit code 1 when something is spoilt."""
+    """Read everything and say what is whole. Exit code 1 when something is damaged."""
     with errors_as_messages(debug, interrupted=_STOPPED):
-        from practicum.replay.survey import verify as verdicts
+        from practicum.replay.statistics import verify as verdicts
 
         whole = True
         console = _console()
@@ -92,7 +92,7 @@ def verify(
                 _print(console, _judgement(verdict))
                 whole = whole and verdict.is_whole
         if not whole:
-            raise typer.Exit(SPOILT)
+            raise typer.Exit(DAMAGED)
 
 
 def _console() -> Console:
@@ -102,12 +102,12 @@ def _console() -> Console:
 
 
 def _print(console: Console, lines: list[str]) -> None:
-    """As they are: ids and texts are no markup, and may hold what is no Unicode."""
+    """Print lines as they are: ids and texts are no markup, and may hold what is no Unicode."""
     for line in lines:
         console.print(line.encode("utf-8", "backslashreplace").decode(), markup=False, highlight=False, soft_wrap=True)
 
 
-def _summary(file: Path, header: RecordingHeader, found: Survey, steps: list[int]) -> list[str]:
+def _summary(file: Path, header: RecordingHeader, found: Statistics, steps: list[int]) -> list[str]:
     size = found.size
     dtype = header.dtype.__name__
     ranks = f", {header.num_ranks} ranks" if header.num_ranks > 1 else ""
@@ -134,12 +134,12 @@ def _summary(file: Path, header: RecordingHeader, found: Survey, steps: list[int
             f"bound log2 C({header.num_experts}, {header.k}) {size.bound:.1f}",
         ]
     if found.num_lost_bytes:
-        lines.append(f"  spoilt          {found.num_lost_bytes:,} bytes: see `practicum routes verify`")
+        lines.append(f"  damaged          {found.num_lost_bytes:,} bytes: see `practicum routes verify`")
     return lines
 
 
 def _load_chart(header: RecordingHeader, load: NDArray[np.int64], width: int) -> Table:
-    from practicum.replay.survey import balance
+    from practicum.replay.statistics import balance
 
     ratios = load / load.mean(axis=1, keepdims=True)
     table = _table()
@@ -160,7 +160,7 @@ def _load_chart(header: RecordingHeader, load: NDArray[np.int64], width: int) ->
 
 
 def _bars(row: NDArray[np.float64], columns: int) -> str:
-    """So many neighbours share a column that all fit in; nothing stands where none of them got a token."""
+    """Draw a row in so many columns: neighbours share one, which is empty where none of them got a token."""
     import numpy as np
 
     sharing = -(-len(row) // columns)
@@ -216,10 +216,10 @@ def _judgement(verdict: Verdict) -> list[str]:
     if verdict.is_whole:
         lines = [f"{verdict.path}: whole: {held}, {_bytes(verdict.num_bytes)}"]
     elif not verdict.num_bytes:
-        lines = [f"{verdict.path}: SPOILT: {verdict.problems[0].reason}"]
+        lines = [f"{verdict.path}: DAMAGED: {verdict.problems[0].reason}"]
     else:
         lost = sum(problem.num_bytes for problem in verdict.problems)
-        lines = [f"{verdict.path}: SPOILT: {lost:,} of {verdict.num_bytes:,} bytes cannot be used; whole are {held}"]
+        lines = [f"{verdict.path}: DAMAGED: {lost:,} of {verdict.num_bytes:,} bytes cannot be used; whole are {held}"]
         lines += [f"  at byte {one.offset:,} ({one.num_bytes:,} bytes): {one.reason}" for one in verdict.problems]
     if verdict.unfinished:
         lines.append(f"  {verdict.unfinished:,} bytes at the end are of an unfinished chunk: being written, or cut off")

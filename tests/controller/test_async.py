@@ -321,7 +321,7 @@ def test_a_plain_role_has_one_thread_while_the_event_loop_of_the_other_stays_fre
             working = [plains.execute_all_async(Plain.work, 0.5) for _ in range(3)]
             assert await writers.execute_all_async(Writer.double, 1) == [2, 3]
             assert [n async for n in writers.stream(1, Writer.count, 5)] == [0, 1, 2, 3, 4]
-            assert not any(future.replies._received for future in working)
+            assert not any(future.replies.received for future in working)
             threads = {name for future in working for names in await future for name in names}
             threads |= set(await writers.execute_all_async(Writer.note, 0))
             assert len(threads) == 1
@@ -388,9 +388,9 @@ def test_a_coroutine_is_cancelled_when_its_waiter_is_interrupted() -> None:
 def test_the_worker_of_an_attached_driver_has_its_own_order(mortals: WorkerGroup[Writer]) -> None:
     """Two senders count their calls each for themselves."""
     with ExitStack():
-        crew: Any = mortals._post.crew  # type: ignore[attr-defined]
-        other = type(crew).found(crew.plan, crew.hosts, crew.seats, crew.id)
-        for sender in (crew, other, other, crew):
+        workers: Any = mortals._running.workers  # type: ignore[attr-defined]
+        other = type(workers)(workers.plan, workers.hosts, workers.locations, workers.id)
+        for sender in (workers, other, other, workers):
             handle, _ = sender.send(0, ".double", [])
             with pytest.raises(WorkerError, match="missing 1 required positional argument"):
                 sender.collect([handle], [0], "a call", time.monotonic() + 30)

@@ -19,7 +19,7 @@ import pytest
 import ray
 from numpy.typing import NDArray
 
-from practicum.controller import FusedWorker, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, wait_any
+from practicum.controller import FusedWorker, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker
 from practicum.controller.ray_group import _parcel
 from practicum.controller.wire import pack
 from practicum.errors import CallError, DeadlineError, ResourceError, WorkerDied, WorkerError
@@ -106,21 +106,6 @@ def test_a_call_past_its_deadline_names_the_late_ranks_and_shows_all_stacks(grou
     assert "time.sleep(seconds)" not in e.value.stacks[0]
     assert "time.sleep(seconds)" in str(e.value)
     assert "in sleep" in group.stacks()[1]
-
-
-def test_whoever_waits_for_any_hears_first_of_the_first_and_of_those_that_are_late(
-    group: RayWorkerGroup[Mortal],
-) -> None:
-    slow = group.execute_rank_async(0, Mortal.sleep, 30.0)
-    quick = group.execute_rank_async(1, Mortal.sleep, 0.0)
-    assert wait_any([slow, quick], 20.0) == [quick]
-    assert wait_any([slow], 0.05) == []
-    late = group.with_timeout(0.2).execute_rank_async(1, Mortal.sleep, 30.0)
-    start = time.monotonic()
-    assert wait_any([slow, late], 20.0) == [late]
-    assert time.monotonic() - start < 10
-    with pytest.raises(DeadlineError, match="no answer from rank 1"):
-        late.result()
 
 
 def test_a_process_that_is_stopped_is_told_from_a_busy_one_and_restarts(group: RayWorkerGroup[Mortal]) -> None:

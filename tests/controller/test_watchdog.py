@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
 DRIVER = """
-import os, subprocess, sys, time
+import os, psutil, subprocess, sys, time
 from practicum.controller.watchdog import watch_over_children
 sleep = "import time; time.sleep(60)"
 mine = subprocess.Popen([sys.executable, "-c", sleep])
@@ -16,8 +15,10 @@ print(mine.pid, flush=True)
 parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', '{{sleep}}']); {{sleep}}"
 with watch_over_children() as all_started:
     child = subprocess.Popen([sys.executable, "-c", parent], start_new_session=True)
+    while not psutil.Process(child.pid).children():
+        time.sleep(0.01)
     print(child.pid, flush=True)
-    time.sleep(1)
+    time.sleep(0.5)  # the watchdog looks ten times a second
     {before_ending}
     {ending}
 """
@@ -31,7 +32,6 @@ def test_what_the_driver_leaves_behind_is_ended(ending: str, before_ending: str)
     assert driver.stdout is not None
     from_before = psutil.Process(int(driver.stdout.readline()))
     child = psutil.Process(int(driver.stdout.readline()))
-    time.sleep(0.5)
     left_behind = [child, *child.children()]
     assert len(left_behind) == 2
     driver.wait(10)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from practicum.processes.child import NOBODY, Blackboard, Watched, described
-from practicum.processes.wire import Unpacker, packed, receive
+from practicum.processes.work import Unpacker, packed, receive
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import socket
 from typing import Any
 
 from practicum.processes.link import Line, ServerLink
-from practicum.processes.wire import Unpacker, packed
-from practicum.processes.work import Limits
+from practicum.processes.work import Limits, Unpacker, packed
 from tests.processes.works import Tricks
 
 

@@ -17,8 +17,7 @@ import psutil
 import pytest
 
 from practicum.processes.child import NOBODY
-from practicum.processes.wire import Unpacker, packed, receive
-from practicum.processes.work import Limits, Work
+from practicum.processes.work import Limits, Unpacker, Work, packed, receive
 from tests.processes.works import CannotPrepare, Tricks
 
 

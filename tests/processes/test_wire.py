@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from practicum.processes.wire import Unpacker, packed, receive
+from practicum.processes.work import Unpacker, packed, receive
 
 MESSAGES = st.lists(st.one_of(st.integers(), st.text(max_size=50), st.tuples(st.booleans(), st.binary(max_size=200))))
 

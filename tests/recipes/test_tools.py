@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +10,9 @@ import pytest
 
 from practicum.config import Config
 from practicum.models import encode_prompts
-from practicum.rollout.agent.driver import ConversationDriver
-from practicum.rollout.runner import EngineRunner, Order
+from practicum.rollout.agent.conversation import Conversations
 from practicum.rollout.tokenizer import check_tokenizer
-from practicum.types import Message, Prompt, RolloutRequest, Sample
+from practicum.types import Message, Prompt, PromptGroup, Sample
 from recipes.tools.prepare import (
     CHARACTERS,
     all_problems,
@@ -41,23 +40,20 @@ def test_an_example_is_token_for_token_what_a_conversation_becomes(monkeypatch: 
     config = Config.load(RECIPE / "train.yaml").rollout
     tokenizer = make_tokenizer()
     engine = ScriptedEngine(tokenizer, lambda text: "3196" if "<tool>" in text else "[47*68]")
-    driver = ConversationDriver(EngineRunner(engine), tokenizer, config.agent)
-    told: list[Sample] = []
-    over = threading.Event()
 
-    def on_sample(answer: int, sample: Sample) -> None:
-        told.append(sample)
-        over.set()
+    async def converse() -> Sample:
+        conversations = Conversations(engine, tokenizer, config.agent)
+        await conversations.start()
+        try:
+            prompt = Prompt("p", messages=(Message("user", "47*68="),), answer="3196")
+            (ids,) = encode_prompts(tokenizer, [prompt], conversations.tool_schemas)
+            group = PromptGroup("p", prompt, ids, Config.load(RECIPE / "train.yaml").validation_sampling, 0)
+            ((finished,),) = [groups async for groups in conversations.generate([group])]
+            return finished.trajectories[0].last
+        finally:
+            await conversations.close()
 
-    try:
-        prompt = Prompt("p", messages=(Message("user", "47*68="),), answer="3196")
-        (ids,) = encode_prompts(tokenizer, [prompt], driver.tool_schemas)
-        request = RolloutRequest(prompt, ids, Config.load(RECIPE / "train.yaml").validation_sampling, 0)
-        driver.submit(Order(request, on_sample, lambda error: over.set()))
-        assert over.wait(60)
-    finally:
-        driver.close()
-    (sample,) = told
+    sample = asyncio.run(asyncio.wait_for(converse(), 60))
     example, learnt = batch_of(tokenizer, [(47, 68)], [True])
     assert example[0].tolist() == [*sample.prompt_ids.tolist(), *sample.token_ids.tolist()]
     assert learnt[0].tolist() == [False] * len(sample.prompt_ids) + sample.loss_mask.tolist()

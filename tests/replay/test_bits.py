@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from practicum.replay.bits import pack_bits, packed_size, slice_bits, unpack_bits, unslice_bits
+from practicum.replay.combinations import pack_bits, packed_size, slice_bits, unpack_bits, unslice_bits
 
 
 @settings(max_examples=60, deadline=None)

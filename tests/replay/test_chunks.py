@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from practicum.replay.chunks import ChunkFile
-from practicum.replay.format import CHUNK_HEAD_BYTES, CHUNK_MAGIC, Spoilt
+from practicum.replay.format import CHUNK_HEAD_BYTES, CHUNK_MAGIC, ChunkFile, Damaged
 from practicum.replay.store import RouteWriter
 from tests.replay.recordings import HEADER, make_batch, write
 
@@ -33,7 +32,7 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(data)
 
 
-def test_after_a_spoilt_head_the_next_chunk_is_found(path: Path) -> None:
+def test_after_a_damaged_head_the_next_chunk_is_found(path: Path) -> None:
     with opened(path) as file:
         offsets = [chunk.head.offset for chunk in file.chunks]
     assert len(offsets) == 4
@@ -45,7 +44,7 @@ def test_after_a_spoilt_head_the_next_chunk_is_found(path: Path) -> None:
         assert "head of the chunk" in lost.reason and file.unfinished is None
 
 
-def test_a_spoilt_index_loses_its_chunk_alone(path: Path) -> None:
+def test_a_damaged_index_loses_its_chunk_alone(path: Path) -> None:
     with opened(path) as file:
         heads = [chunk.head for chunk in file.chunks]
     flip(path, heads[2].offset + CHUNK_HEAD_BYTES + 3)
@@ -54,7 +53,7 @@ def test_a_spoilt_index_loses_its_chunk_alone(path: Path) -> None:
         assert file.lost[0].size == heads[2].size and file.lost[0].reason.startswith("chunk 2: its index")
 
 
-def test_a_writer_goes_on_after_a_spoilt_chunk_and_keeps_it(path: Path) -> None:
+def test_a_writer_goes_on_after_a_damaged_chunk_and_keeps_it(path: Path) -> None:
     with opened(path) as file:
         last = file.chunks[-1].head
     flip(path, last.offset + CHUNK_HEAD_BYTES + 3)
@@ -66,15 +65,15 @@ def test_a_writer_goes_on_after_a_spoilt_chunk_and_keeps_it(path: Path) -> None:
 
 
 def test_what_looks_like_a_chunk_inside_of_one_is_not_taken_for_it(path: Path, tmp_path: Path) -> None:
-    """A whole recording within a spoilt stretch: its chunks say that they belong elsewhere."""
+    """A whole recording within a damaged stretch: its chunks say that they belong elsewhere."""
     with opened(path) as file:
         first = file.chunks[0].head
     data = path.read_bytes()
-    spoilt = data[: first.offset] + b"garbage" + data[first.offset :] + CHUNK_MAGIC + data
-    (tmp_path / "spoilt").write_bytes(spoilt)
-    with opened(tmp_path / "spoilt") as file:
+    damaged = data[: first.offset] + b"garbage" + data[first.offset :] + CHUNK_MAGIC + data
+    (tmp_path / "damaged").write_bytes(damaged)
+    with opened(tmp_path / "damaged") as file:
         assert file.chunks == [] and file.end == first.offset
-        assert file.unfinished is not None and file.unfinished.size == len(spoilt) - first.offset
+        assert file.unfinished is not None and file.unfinished.size == len(damaged) - first.offset
 
 
 def test_chunks_are_seen_once_they_are_whole(path: Path, tmp_path: Path) -> None:
@@ -101,8 +100,8 @@ def test_a_section_with_the_wrong_checksum_is_refused_and_the_others_are_not(pat
     with opened(path) as file:
         chunk = file.chunks[1]
         flip(path, chunk.payload_offset + chunk.sections["known"].start)
-        with pytest.raises(Spoilt, match="'known' has the wrong checksum"):
+        with pytest.raises(Damaged, match="'known' has the wrong checksum"):
             file.section(chunk, "known")
-        with pytest.raises(Spoilt, match="no section 'unheard_of'"):
+        with pytest.raises(Damaged, match="no section 'unheard_of'"):
             file.section(chunk, "unheard_of")
         assert file.section(chunk, "routes")

@@ -134,7 +134,7 @@ def seal(data: bytes) -> bytes:
 @pytest.mark.parametrize("name", RECORDINGS)
 @settings(max_examples=60, deadline=None)
 @given(where=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255), cut=st.booleans())
-def test_spoilt_bytes_are_refused(name: str, where: float, flip: int, cut: bool) -> None:
+def test_damaged_bytes_are_refused(name: str, where: float, flip: int, cut: bool) -> None:
     num_experts, routes = RECORDINGS[name]
     data = bytearray(encode_routes(routes, num_experts))
     at = int(where * len(data))
@@ -142,7 +142,7 @@ def test_spoilt_bytes_are_refused(name: str, where: float, flip: int, cut: bool)
         del data[at:]
     else:
         data[at] ^= flip
-    with pytest.raises(ValueError, match="spoilt"):
+    with pytest.raises(ValueError, match="damaged"):
         decode_routes(bytes(data), *routes.shape, num_experts)
 
 

@@ -6,8 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from practicum.replay.bits import unpack_bits
-from practicum.replay.combinations import Combinations, combinations_of
+from practicum.replay.combinations import Combinations, combinations_of, unpack_bits
 
 SHAPES = [(8, 2), (64, 8), (128, 8), (256, 8), (512, 10)]
 
@@ -64,9 +63,9 @@ def test_what_is_no_combination_is_refused_by_row(row: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("num_experts", "k"), [(9, 4), (512, 10)])
-def test_spoilt_bytes_are_refused_or_give_other_combinations(num_experts: int, k: int) -> None:
+def test_damaged_bytes_are_refused_or_give_other_combinations(num_experts: int, k: int) -> None:
     codec = combinations_of(num_experts, k)
-    with pytest.raises(ValueError, match="spoilt"):
+    with pytest.raises(ValueError, match="damaged"):
         codec.decode(b"\xff" * codec.size(64), 64)
     with pytest.raises(ValueError, match="bytes for 64 rows"):
         codec.decode(b"\x00", 64)

@@ -12,10 +12,10 @@ from practicum.replay.format import (
     CHUNK_HEAD_BYTES,
     DEFLATED,
     PLAIN,
+    Damaged,
     RecordingHeader,
     SampleEntry,
     Section,
-    Spoilt,
     chunk_bytes,
     header_bytes,
     read_chunk,
@@ -46,16 +46,16 @@ def test_a_header_is_whole_or_not_there_or_refused() -> None:
     for cut in range(len(data)):
         assert read_header(data[:cut]) is None
     for place in range(len(data)):
-        spoilt = bytearray(data)
-        spoilt[place] ^= 16
-        with suppress(Spoilt):
-            assert read_header(bytes(spoilt)) is None  # a length that promises more
+        damaged = bytearray(data)
+        damaged[place] ^= 16
+        with suppress(Damaged):
+            assert read_header(bytes(damaged)) is None  # a length that promises more
 
 
 def test_a_newer_version_is_refused_by_its_number() -> None:
     data = bytearray(header_bytes(HEADER)[:-4])
     data[8] = 2
-    with pytest.raises(Spoilt, match="version 2 of the format"):
+    with pytest.raises(Damaged, match="version 2 of the format"):
         read_header(bytes(data) + struct.pack("<I", zlib.crc32(data)))
 
 
@@ -92,25 +92,25 @@ def test_a_chunk_tells_its_samples_and_sections() -> None:
 
 
 def test_a_chunk_that_stands_elsewhere_is_not_taken_for_one() -> None:
-    with pytest.raises(Spoilt, match="belongs at byte 100"):
+    with pytest.raises(Damaged, match="belongs at byte 100"):
         read_chunk_head(CHUNK[:CHUNK_HEAD_BYTES], 101)
 
 
 def test_no_bit_of_head_or_index_can_flip_unseen() -> None:
     head = read_chunk_head(CHUNK[:CHUNK_HEAD_BYTES], 100)
     for bit in range((CHUNK_HEAD_BYTES + head.index_bytes) * 8):
-        spoilt = bytearray(CHUNK)
-        spoilt[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(Spoilt):
-            found = read_chunk_head(bytes(spoilt[:CHUNK_HEAD_BYTES]), 100)
-            read_chunk(found, bytes(spoilt[CHUNK_HEAD_BYTES:][: found.index_bytes]))
+        damaged = bytearray(CHUNK)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(Damaged):
+            found = read_chunk_head(bytes(damaged[:CHUNK_HEAD_BYTES]), 100)
+            read_chunk(found, bytes(damaged[CHUNK_HEAD_BYTES:][: found.index_bytes]))
 
 
 @pytest.mark.parametrize("length", [-1, 2.5, "5", None])
 def test_lengths_that_cannot_be_are_refused_though_the_checksum_is_right(length: Any) -> None:
     data = chunk_bytes(0, 0, 0, [SampleEntry("a", 1, 0, 3, length)], [])
     head = read_chunk_head(data[:CHUNK_HEAD_BYTES], 0)
-    with pytest.raises(Spoilt, match="impossible lengths"):
+    with pytest.raises(Damaged, match="impossible lengths"):
         read_chunk(head, data[CHUNK_HEAD_BYTES:])
 
 
@@ -128,5 +128,5 @@ def test_a_section_is_as_long_as_it_says_or_refused(section: Section, data: byte
     if data.startswith(b"x") and len(data) > 1000:
         assert section_content(section, data) == bytes(10)  # and no more is unpacked
     else:
-        with pytest.raises(Spoilt):
+        with pytest.raises(Damaged):
             section_content(section, data)

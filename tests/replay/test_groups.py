@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from practicum.replay.codec import Groups, group_sizes, most_groups
 from practicum.replay.combinations import sort_columns
-from practicum.replay.groups import Groups, group_sizes, most_groups
 
 
 @pytest.mark.parametrize(("k", "sizes"), [(3, (2, 3, 4)), (4, (1, 8)), (2, (7,)), (1, (1, 1, 1, 1))])
@@ -60,7 +60,7 @@ def test_a_key_that_no_row_has_is_refused(key: int) -> None:
 def test_a_number_beyond_the_class_is_refused() -> None:
     groups = Groups(8, 2, (4, 4))
     (word,) = groups.words(1)
-    with pytest.raises(ValueError, match="spoilt"):
+    with pytest.raises(ValueError, match="damaged"):
         groups.columns(word, np.array([16]), np.empty((2, 1), np.uint8))
 
 

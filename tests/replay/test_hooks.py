@@ -167,9 +167,9 @@ def test_tokens_without_a_record_are_decided_by_the_live_router(family: str, tmp
     perturb(model)
     live = recorded(model)
     known = torch.arange(len(before)) % 3 != 0
-    spoilt = np.where(known.numpy()[:, None, None], before, 0)
+    damaged = np.where(known.numpy()[:, None, None], before, 0)
     replayer, recorder = RouteReplayer(model), RouteRecorder(model)
-    with replayer.replaying(by_layer(spoilt), known) as seen, torch.no_grad():
+    with replayer.replaying(by_layer(damaged), known) as seen, torch.no_grad():
         model(input_ids=TOKENS, use_cache=False)
     got = recorder.take()
     assert np.array_equal(got[known.numpy()], before[known.numpy()])

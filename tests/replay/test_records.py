@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from practicum.replay.format import CHUNK_HEAD_BYTES, Spoilt, chunk_bytes, read_chunk, read_chunk_head
+from practicum.replay.format import CHUNK_HEAD_BYTES, Damaged, chunk_bytes, read_chunk, read_chunk_head
 from practicum.replay.records import OpenChunk, RecordedSample, sections_of
 from practicum.replay.store import Recording
 from practicum.types import Prompt
@@ -78,5 +78,5 @@ def test_words_that_do_not_fit_are_refused() -> None:
         head = read_chunk_head(data[:CHUNK_HEAD_BYTES], 0)
         chunk = read_chunk(head, data[CHUNK_HEAD_BYTES : CHUNK_HEAD_BYTES + head.index_bytes])
         opened = OpenChunk(chunk, HEADER, lambda name, sections=sections: sections[name][3])  # type: ignore[misc]
-        with pytest.raises(Spoilt):
+        with pytest.raises(Damaged):
             opened.record(0)

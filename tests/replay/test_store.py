@@ -190,7 +190,7 @@ def test_a_file_cut_off_anywhere_keeps_all_whole_chunks_and_can_be_gone_on_with(
             assert not recording.files[0].lost and not recording.files[0].unfinished
 
 
-def test_a_spoilt_bit_never_gives_a_wrong_row(tmp_path: Path) -> None:
+def test_a_damaged_bit_never_gives_a_wrong_row(tmp_path: Path) -> None:
     records = [record for step in range(5) for record in make_batch(step, 6)]
     kept = {record.id: record for record in records}
     path = write(tmp_path / "routes", records)
@@ -198,9 +198,9 @@ def test_a_spoilt_bit_never_gives_a_wrong_row(tmp_path: Path) -> None:
     dice = random.Random(2)
     num_refused = num_missing = 0
     for bit in dice.sample(range(len(whole) * 8), 1000):
-        spoilt = bytearray(whole)
-        spoilt[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(spoilt)
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
         try:
             recording = Recording(path)
         except ReplayError as error:
@@ -220,7 +220,7 @@ def test_a_spoilt_bit_never_gives_a_wrong_row(tmp_path: Path) -> None:
     assert num_refused < 200 and num_missing
 
 
-def test_routes_are_read_from_a_chunk_of_which_other_sections_are_spoilt(tmp_path: Path) -> None:
+def test_routes_are_read_from_a_chunk_of_which_other_sections_are_damaged(tmp_path: Path) -> None:
     record = make_record("a")
     path = write(tmp_path / "routes", [record])
     with Recording(path) as recording:
@@ -230,7 +230,7 @@ def test_routes_are_read_from_a_chunk_of_which_other_sections_are_spoilt(tmp_pat
     path.write_bytes(data)
     with Recording(path) as recording:
         assert same_routes(recording.routes(["a"])[0], record.routes)
-        with pytest.raises(ReplayError, match=r"chunk 0, at byte \d+, is spoilt: the section 'words' has the wrong"):
+        with pytest.raises(ReplayError, match=r"chunk 0, at byte \d+, is damaged: the section 'words' has the wrong"):
             recording.record("a")
 
 
@@ -238,7 +238,7 @@ def test_a_file_that_shrinks_under_a_reader_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "routes", make_batch(1, 6))
     with Recording(path) as recording:
         os.truncate(path, path.stat().st_size // 2)
-        with pytest.raises(ReplayError, match="spoilt"):
+        with pytest.raises(ReplayError, match="damaged"):
             recording.records(1)
 
 

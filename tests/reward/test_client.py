@@ -87,7 +87,11 @@ def test_waiting_can_be_cancelled() -> None:
 )
 def test_tokens_that_were_used_are_written_on_the_permit(usage: Any, counted: int) -> None:
     async def test() -> None:
-        with FakeService({"usage": usage}) as service, LimitKeeper(LimitsConfig(concurrency=1)) as keeper:
+        with FakeService({"usage": usage}) as service:
+            await ask(service)
+
+    async def ask(service: FakeService) -> None:
+        async with LimitKeeper(LimitsConfig(concurrency=1)) as keeper:
             limits = await LimitClient.connect(keeper.address)
             client = asking(service.url)
             async with limits.permit(50) as permit:

@@ -10,10 +10,10 @@ from practicum.config import LimitsConfig
 from practicum.processes import Limits, ProcessPool
 from practicum.reward.client import RewardClient
 from practicum.reward.executors import HttpExecutor, InlineExecutor, IsolatedWork, ProcessExecutor
-from practicum.reward.graders.endpoint import Endpoint
 from practicum.reward.graders.exact import Exact
 from practicum.reward.graders.function import UserFunction
 from practicum.reward.graders.probe import probe_function
+from practicum.reward.graders.remote import Endpoint
 from practicum.reward.limits import LimitClient, LimitKeeper
 from practicum.types import Score
 from tests.reward.builders import function, samples_of, target

@@ -384,7 +384,8 @@ def spread(folder: Path, pool: RayResourcePool) -> Iterator[RewardModelManager]:
 
 def pids(manager: RewardModelManager) -> list[int]:
     """Of the processes that listen at the replicas' addresses."""
-    listening = {c.laddr.port: c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    connections = psutil.net_connections("tcp")
+    listening = {c.laddr.port: c.pid for c in connections if c.laddr and c.status == psutil.CONN_LISTEN}
     found = [listening[int(url.rpartition(":")[2])] for url in urls(manager)]
     assert None not in found
     return [pid for pid in found if pid is not None]

@@ -7,11 +7,11 @@ conftest.py.
 
 from __future__ import annotations
 
-import threading
-import time
+import asyncio
+from collections.abc import Coroutine, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -20,17 +20,32 @@ import torch
 from practicum.errors import RolloutError
 from practicum.models import load_model
 from practicum.rollout.base import BaseRollout
-from practicum.rollout.inbox import Inbox, Ticket
-from practicum.types import Prompt, RolloutRequest, Sample, SamplingParams
+from practicum.rollout.engine.sequence import Sequence
+from practicum.types import Prompt, PromptGroup, Sample, SamplingParams
 from practicum.weights import WeightUpdate
 
+T = TypeVar("T")
 TEXTS = ["1+2=", "<user>10+20=<bot>", "7", "99+99="]
 CLOSE = 2e-5
 """How far log-probs may be from those of a full forward pass, in float32."""
 
 
-def request(tokenizer: Any, text: str, params: SamplingParams, seed: int = 0) -> RolloutRequest:
-    return RolloutRequest(Prompt(text, text=text), np.array(tokenizer(text)["input_ids"], np.int32), params, seed)
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(coroutine)
+
+
+def group_of(tokenizer: Any, text: str, params: SamplingParams, seed: int = 0) -> PromptGroup:
+    ids = np.array(tokenizer(text)["input_ids"], np.int32)
+    return PromptGroup(f"{text}/{seed}", Prompt(text, text=text), ids, params, seed)
+
+
+def sequences_of(groups: Iterable[PromptGroup]) -> list[Sequence]:
+    return [Sequence.of(group, trajectory) for group in groups for trajectory in group.trajectories]
+
+
+def written(engine: BaseRollout, groups: Iterable[PromptGroup]) -> list[Sample]:
+    """The samples of all groups, in their order."""
+    return [sample for group in engine.generate_all(list(groups)) for sample in group.samples]
 
 
 def full_forward(model: Any, sample: Sample, temperature: float) -> np.ndarray:
@@ -50,7 +65,7 @@ class EngineContract:
 
     def test_greedy_answers_equal_those_of_generate(self, engine: BaseRollout, model: Any, tokenizer: Any) -> None:
         params = SamplingParams(12, temperature=0.0)
-        for sample in engine.generate([request(tokenizer, text, params) for text in TEXTS]):
+        for sample in written(engine, [group_of(tokenizer, text, params) for text in TEXTS]):
             ids = torch.from_numpy(sample.prompt_ids.astype(np.int64))[None]
             expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
             assert sample.token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
@@ -61,13 +76,13 @@ class EngineContract:
         self, engine: BaseRollout, model: Any, tokenizer: Any, temperature: float
     ) -> None:
         params = SamplingParams(12, temperature, num_answers=2)
-        for sample in engine.generate([request(tokenizer, text, params, seed=3) for text in TEXTS]):
+        for sample in written(engine, [group_of(tokenizer, text, params, seed=3) for text in TEXTS]):
             assert np.abs(sample.log_probs - full_forward(model, sample, temperature)).max() < CLOSE
 
     def test_log_probs_of_given_sequences_equal_a_full_forward(self, engine: BaseRollout, model: Any) -> None:
         random = np.random.default_rng(0)
         sequences = [random.integers(0, model.config.vocab_size, size).astype(np.int32) for size in (2, 9, 9, 30)]
-        for ids, found in zip(sequences, engine.log_probs(sequences), strict=True):
+        for ids, found in zip(sequences, run(engine.log_probs(sequences)), strict=True):
             nothing = np.zeros(len(ids) - 1)
             mask, versions = nothing.astype(np.bool_), nothing.astype(np.int32)
             as_answer = Sample(Prompt("p", text="?"), ids[:1], ids[1:], nothing, mask, versions, "", "stop")  # type: ignore[arg-type]
@@ -75,31 +90,34 @@ class EngineContract:
 
     def test_answers_do_not_depend_on_the_rest_of_the_batch(self, engine: BaseRollout, tokenizer: Any) -> None:
         params = SamplingParams(10, num_answers=3)
-        requests = [request(tokenizer, text, params, seed=i) for i, text in enumerate(TEXTS)]
-        together = engine.generate(requests)
-        alone = {one.seed: engine.generate([one]) for one in reversed(requests)}
+
+        def groups() -> list[PromptGroup]:
+            return [group_of(tokenizer, text, params, seed=i) for i, text in enumerate(TEXTS)]
+
+        together = written(engine, groups())
+        alone = {group.seed: written(engine, [group]) for group in reversed(groups())}
         assert tokens_of(together) == [tokens for seed in range(len(TEXTS)) for tokens in tokens_of(alone[seed])]
 
     def test_answers_come_in_order_differ_and_obey_their_own_parameters(
         self, engine: BaseRollout, tokenizer: Any
     ) -> None:
         short, long = SamplingParams(2, num_answers=2), SamplingParams(20, num_answers=3)
-        samples = engine.generate([request(tokenizer, "1+2=", short), request(tokenizer, "7", long, seed=1)])
+        samples = written(engine, [group_of(tokenizer, "1+2=", short), group_of(tokenizer, "7", long, seed=1)])
         assert [s.prompt.id for s in samples] == ["1+2="] * 2 + ["7"] * 3
         assert all(len(s.token_ids) <= 2 for s in samples[:2])
         assert len({tuple(s.token_ids.tolist()) for s in samples[2:]}) == 3
 
     def test_top_k_and_top_p_narrow_the_choice(self, engine: BaseRollout, tokenizer: Any) -> None:
         greedy = SamplingParams(8, temperature=0.0)
-        (expected,) = engine.generate([request(tokenizer, "7", greedy)])
+        (expected,) = written(engine, [group_of(tokenizer, "7", greedy)])
         for narrow in (SamplingParams(8, top_k=1), SamplingParams(8, top_p=1e-6)):
-            (sample,) = engine.generate([request(tokenizer, "7", narrow, seed=4)])
+            (sample,) = written(engine, [group_of(tokenizer, "7", narrow, seed=4)])
             assert sample.token_ids.tolist() == expected.token_ids.tolist()
 
     def test_an_answer_ends_with_the_end_of_text_token_or_at_its_length(
         self, engine: BaseRollout, tokenizer: Any
     ) -> None:
-        samples = engine.generate([request(tokenizer, "1+2=", SamplingParams(30, num_answers=20))])
+        samples = written(engine, [group_of(tokenizer, "1+2=", SamplingParams(30, num_answers=20))])
         assert {s.finish_reason for s in samples} == {"stop", "length"}
         for sample in samples:
             ends = sample.token_ids == tokenizer.eos_token_id
@@ -110,120 +128,142 @@ class EngineContract:
 
     def test_it_stops_at_tokens_and_texts_that_stay_in_the_answer(self, engine: BaseRollout, tokenizer: Any) -> None:
         plain = SamplingParams(30, num_answers=4, ignore_eos=True)
-        free = engine.generate([request(tokenizer, "1+2=", plain)])
+        free = written(engine, [group_of(tokenizer, "1+2=", plain)])
         assert {s.finish_reason for s in free} == {"length"}
         assert {len(s.token_ids) for s in free} == {30}
         token = int(free[0].token_ids[7])
-        stopped = engine.generate([request(tokenizer, "1+2=", replace(plain, stop_token_ids=(token,)))])
+        stopped = written(engine, [group_of(tokenizer, "1+2=", replace(plain, stop_token_ids=(token,)))])
         for sample, whole in zip(stopped, free, strict=True):
             at = np.flatnonzero(whole.token_ids == token)
             length = int(at[0]) + 1 if len(at) else 30
             assert sample.token_ids.tolist() == whole.token_ids[:length].tolist()
             assert sample.finish_reason == ("stop" if len(at) else "length")
         text = free[1].text[3:6]
-        stopped = engine.generate([request(tokenizer, "1+2=", replace(plain, stop=("no such text", text)))])
+        stopped = written(engine, [group_of(tokenizer, "1+2=", replace(plain, stop=("no such text", text)))])
         assert stopped[1].text.endswith(text)
         assert stopped[1].finish_reason == "stop"
         assert free[1].token_ids.tolist()[: len(stopped[1].token_ids)] == stopped[1].token_ids.tolist()
 
     def test_seeds_decide(self, engine: BaseRollout, tokenizer: Any) -> None:
         params = SamplingParams(10, num_answers=2)
-        first = engine.generate([request(tokenizer, "1+2=", params, seed=8)])
-        again = engine.generate([request(tokenizer, "1+2=", params, seed=8)])
-        other = engine.generate([request(tokenizer, "1+2=", params, seed=9)])
+        first = written(engine, [group_of(tokenizer, "1+2=", params, seed=8)])
+        again = written(engine, [group_of(tokenizer, "1+2=", params, seed=8)])
+        other = written(engine, [group_of(tokenizer, "1+2=", params, seed=9)])
         assert tokens_of(first) == tokens_of(again) != tokens_of(other)
 
     def test_what_does_not_fit_the_model_is_refused_before_anything_is_written(
         self, engine: BaseRollout, tokenizer: Any
     ) -> None:
-        long = request(tokenizer, "1" * 100, SamplingParams(10_000))
+        long = group_of(tokenizer, "1" * 100, SamplingParams(10_000))
+        short = group_of(tokenizer, "7", SamplingParams(2))
         with pytest.raises(RolloutError, match=r"has 100 tokens, .*max_new_tokens=10000.*room for \d+"):
-            engine.generate([request(tokenizer, "7", SamplingParams(2)), long])
+            written(engine, [short, long])
+        assert not short.samples
 
-    def test_a_broken_off_answer_is_gone_on_with_as_if_it_had_not_been(
-        self, engine: BaseRollout, tokenizer: Any
-    ) -> None:
+    def test_groups_come_as_they_are_finished(self, engine: BaseRollout, tokenizer: Any) -> None:
+        groups = [group_of(tokenizer, "7", SamplingParams(num, ignore_eos=True), seed=num) for num in (50, 1)]
+
+        async def generated() -> list[list[PromptGroup]]:
+            return [some async for some in engine.generate(groups)]
+
+        came = run(generated())
+        assert came in ([[groups[1]], [groups[0]]], [[groups[0]], [groups[1]]])  # engines may batch by parameters
+        assert [len(group.trajectories[0].last.token_ids) for group in groups] == [50, 1]
+
+    def test_an_aborted_answer_is_gone_on_with_as_if_it_had_not_been(self, engine: BaseRollout, tokenizer: Any) -> None:
         params = SamplingParams(40, num_answers=2, ignore_eos=True)
-        asked = [request(tokenizer, text, params, seed=i) for i, text in enumerate(TEXTS)]
-        whole = engine.generate(asked)
-        parts = self._broken_off(engine, asked)
-        assert len(parts) == len(whole)
+
+        def groups() -> list[PromptGroup]:
+            return [group_of(tokenizer, text, params, seed=i) for i, text in enumerate(TEXTS)]
+
+        whole = written(engine, groups())
+        begun = groups()
+        self._abort(engine, begun)
+        parts = [group.trajectories[i].last for group in begun for i in range(2)]
         assert any(sample.finish_reason == "abort" for sample in parts)
-        again = [
-            asked[i // 2].going_on(i % 2, sample) for i, sample in enumerate(parts) if sample.finish_reason == "abort"
-        ]
-        rest = iter(engine.generate(again))
-        ended = [next(rest) if sample.finish_reason == "abort" else sample for sample in parts]
+        ended = written(engine, begun)
         for sample, part in zip(ended, parts, strict=True):
             assert sample.token_ids[: len(part.token_ids)].tolist() == part.token_ids.tolist()
             assert sample.finish_reason == "length"
             assert len(sample.token_ids) == len(sample.versions) == 40
-        if self.draws_like_us:
-            assert tokens_of(ended) == tokens_of(whole)
-            assert max(np.abs(a.log_probs - b.log_probs).max() for a, b in zip(ended, whole, strict=True)) < CLOSE
+        self._same(ended, whole)
 
-    def _broken_off(self, engine: BaseRollout, asked: list[RolloutRequest]) -> list[Sample]:
-        """Once some tokens are there. What it returns comes within seconds."""
-        inbox, found = Inbox(), {}
-        seen: list[int] = []
+    def _abort(self, engine: BaseRollout, groups: list[PromptGroup]) -> None:
+        """Begin with the groups and abort all once some tokens are there."""
+        num_seen = 0
 
-        def heard(answer: int, tokens: list[int], log_probs: list[float]) -> None:
+        def hear(tokens: list[int], log_probs: list[float]) -> None:
+            nonlocal num_seen
             assert len(tokens) == len(log_probs)
-            seen.extend(tokens)
-            if len(seen) >= 20:
-                inbox.abort()
+            num_seen += len(tokens)
+            if num_seen >= 20:
+                engine.abort()
 
-        for index, one in enumerate(asked):
+        sequences = sequences_of(groups)
+        for sequence in sequences:
+            sequence.on_tokens = hear
+        samples = iter(run(engine.write(sequences)))
+        for group in groups:
+            for trajectory in group.trajectories:
+                trajectory.add(next(samples))
 
-            def told(answer: int, sample: Sample, first: int = index * one.params.num_answers) -> None:
-                found[first + answer] = sample
+    def _same(self, samples: list[Sample], others: list[Sample]) -> None:
+        if self.draws_like_us:
+            assert tokens_of(samples) == tokens_of(others)
+            assert max(np.abs(a.log_probs - b.log_probs).max() for a, b in zip(samples, others, strict=True)) < CLOSE
 
-            assert inbox.put(Ticket(one, told, heard))
-        engine.write(inbox)
-        return [found[index] for index in range(len(found))]
+    def test_what_is_paused_for_somebody_else_goes_on_after_it(self, engine: BaseRollout, tokenizer: Any) -> None:
+        params = SamplingParams(40, num_answers=2, ignore_eos=True)
 
-    def test_aborting_from_another_thread_makes_generate_return(self, engine: BaseRollout, tokenizer: Any) -> None:
-        params = SamplingParams(60, num_answers=4, ignore_eos=True)
-        asked = [request(tokenizer, "7", params, seed=i) for i in range(40)]
-        engine.abort()  # nothing is under way
-        found: list[Sample] = []
-        thread = threading.Thread(target=lambda: found.extend(engine.generate(asked)))
-        thread.start()
-        deadline = time.monotonic() + 30
-        while thread.is_alive() and time.monotonic() < deadline:
-            engine.abort()
-            time.sleep(0.01)
-        thread.join(1)
-        assert len(found) == 160
-        assert any(sample.finish_reason == "abort" for sample in found)
+        def groups() -> list[PromptGroup]:
+            return [group_of(tokenizer, text, params, seed=i) for i, text in enumerate(TEXTS)]
 
-    def test_one_request_is_cancelled_and_others_come_while_some_are_under_way(
+        async def paused() -> list[Sample]:
+            begun = asyncio.Event()
+            sequences = sequences_of(groups())
+            sequences[0].on_tokens = lambda tokens, log_probs: begun.set()
+            writing = asyncio.ensure_future(engine.write(sequences))
+            await begun.wait()
+            async with engine.exclusive(abort=True, timeout_s=60):
+                assert not writing.done() and engine.num_running == 0
+            return await writing
+
+        self._same(run(paused()), written(engine, groups()))
+
+    def test_leaving_early_aborts_the_rest(self, engine: BaseRollout, tokenizer: Any) -> None:
+        async def left() -> None:
+            long = SamplingParams(60, num_answers=4, ignore_eos=True)
+            groups = [group_of(tokenizer, "7", long, seed=i) for i in range(40)]
+            stream = engine.generate([group_of(tokenizer, "7", SamplingParams(1)), *groups])
+            await anext(stream)
+            await stream.aclose()
+            assert engine.num_running == engine.num_waiting == 0
+            async with engine.exclusive(timeout_s=1):
+                pass
+
+        run(left())
+
+    def test_one_answer_is_aborted_and_others_come_while_some_are_under_way(
         self, engine: BaseRollout, tokenizer: Any
     ) -> None:
         params = SamplingParams(40, ignore_eos=True)
-        inbox, found = Inbox(), {}
-        seen: list[int] = []
-        late = Ticket(request(tokenizer, "7", params, seed=3), lambda _, sample: found.update(late=sample))
+        (stays,) = sequences_of([group_of(tokenizer, "1+2=", params, seed=1)])
+        (doomed,) = sequences_of([group_of(tokenizer, "7", params, seed=2)])
+        (late,) = sequences_of([group_of(tokenizer, "7", params, seed=3)])
 
-        def heard(answer: int, tokens: list[int], log_probs: list[float]) -> None:
-            if not seen:
-                seen.extend(tokens)
-                inbox.cancel(doomed)
-                assert inbox.put(late)
-                inbox.close()
+        async def answered() -> list[Sample]:
+            begun = asyncio.Event()
+            stays.on_tokens = lambda tokens, log_probs: begun.set()
+            writing = asyncio.ensure_future(engine.write([doomed, stays]))
+            await begun.wait()
+            engine.abort([doomed])
+            return [*await engine.write([late]), *await writing]
 
-        asked = request(tokenizer, "1+2=", params, seed=1)
-        stays = Ticket(asked, lambda _, sample: found.update(stays=sample), heard)
-        doomed = Ticket(request(tokenizer, "7", params, seed=2), lambda _, sample: found.update(doomed=sample))
-        assert inbox.put(doomed) and inbox.put(stays)
-        engine.write(inbox)
-        assert {name: sample.finish_reason for name, sample in found.items()} == {
-            "stays": "length",
-            "doomed": "abort",
-            "late": "length",
-        }
-        assert len(found["doomed"].token_ids) < 40
-        assert found["stays"].token_ids.tolist() == engine.generate([asked])[0].token_ids.tolist()
+        samples = run(answered())
+        assert [sample.finish_reason for sample in samples] == ["length", "abort", "length"]
+        assert len(samples[1].token_ids) < 40
+        (alone,) = written(engine, [group_of(tokenizer, "1+2=", params, seed=1)])
+        assert samples[2].token_ids.tolist() == alone.token_ids.tolist()
 
     def test_new_weights_change_the_answers_and_the_version(
         self, engine: BaseRollout, tiny_model: Path, model: Any, tokenizer: Any
@@ -232,23 +272,30 @@ class EngineContract:
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.mul_(1.5)
-        asked = [request(tokenizer, "1+2=", SamplingParams(8, temperature=0.0))]
-        (before,) = engine.generate(asked)
+
+        def answer() -> Sample:
+            (sample,) = written(engine, [group_of(tokenizer, "1+2=", SamplingParams(8, temperature=0.0))])
+            return sample
+
+        before = answer()
         try:
-            engine.update_weights(WeightUpdate(4, other.named_parameters(), shared=False))
-            (after,) = engine.generate(asked)
+            run(engine.update_weights(WeightUpdate(4, other.named_parameters(), shared=False)))
+            after = answer()
             assert set(after.versions.tolist()) == {4}
             assert np.abs(after.log_probs - full_forward(other, after, 1.0)).max() < CLOSE
             assert not np.array_equal(after.log_probs, before.log_probs)
         finally:
-            engine.update_weights(WeightUpdate(5, model.named_parameters(), shared=False))
-        assert engine.generate(asked)[0].token_ids.tolist() == before.token_ids.tolist()
+            run(engine.update_weights(WeightUpdate(5, model.named_parameters(), shared=False)))
+        assert answer().token_ids.tolist() == before.token_ids.tolist()
 
     def test_released_and_resumed_it_writes_the_same(self, engine: BaseRollout, tokenizer: Any) -> None:
-        asked = [request(tokenizer, "1+2=", SamplingParams(8), seed=5)]
-        (before,) = engine.generate(asked)
-        engine.release()
+        def answer() -> list[int]:
+            (sample,) = written(engine, [group_of(tokenizer, "1+2=", SamplingParams(8), seed=5)])
+            return list(sample.token_ids.tolist())
+
+        before = answer()
+        run(engine.release())
         with pytest.raises(AssertionError, match="resume"):
-            engine.generate(asked)
-        engine.resume()
-        assert engine.generate(asked)[0].token_ids.tolist() == before.token_ids.tolist()
+            answer()
+        run(engine.resume())
+        assert answer() == before

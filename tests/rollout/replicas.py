@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from practicum.controller.loop import run_sync
 from practicum.errors import WeightsGone, WorkerDied, WorkerError
 from practicum.models import load_model
 from practicum.rollout.engines import EngineSettings
@@ -27,6 +28,16 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
     @wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
         asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
+def on_the_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on the driver's loop, where managers of fixtures live."""
+
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        run_sync(test(*args, **kwargs))
 
     return run
 

@@ -11,6 +11,7 @@ from practicum.errors import PracticumError, RolloutError
 from practicum.rollout.engines import ENGINES, EngineSettings, make_engine
 from practicum.rollout.hf import HFRollout
 from practicum.rollout.native import NativeRollout
+from tests.rollout.contract import run
 
 
 def test_engines_are_made_by_name(tiny_model: Path) -> None:
@@ -44,8 +45,8 @@ def test_an_openai_server_that_is_not_there_is_an_error_with_its_address(tiny_mo
     )
     engine = make_engine(EngineSettings.of(config, str(tiny_model), device="cpu", timeout_s=2.0))
     with pytest.raises(RolloutError, match=r"http://127\.0\.0\.1:9"):
-        engine.resume()
-    engine.close()
+        run(engine.resume())
+    run(engine.close())
 
 
 def test_settings_are_those_of_the_section(tiny_model: Path) -> None:

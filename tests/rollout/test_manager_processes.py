@@ -6,9 +6,8 @@ import asyncio
 import itertools
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,10 @@ from practicum.rollout.manager import RolloutManager
 from practicum.rollout.placement import ReplicaSettings, hybrid_manager, open_replicas
 from practicum.rollout.worker import RolloutWorker
 from practicum.types import PromptGroup
-from tests.rollout.replicas import ModelWeights, groups_of, hf_settings, written
+from tests.rollout.replicas import ModelWeights, groups_of, hf_settings, on_the_loop, written
 
 TIMES = ReplicaSettings(threads=1, start_timeout_s=120.0, call_timeout_s=120.0)
 MAX_BATCH = 16
-
-
-def on_the_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Where the fixtures' managers live."""
-
-    @wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        run_sync(test(*args, **kwargs))
-
-    return run
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import asyncio
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +14,15 @@ import torch
 
 from practicum.errors import ReplayError, RolloutError
 from practicum.models import load_model
+from practicum.rollout.engine.cpu import modules
 from practicum.rollout.engine.cpu.kernels import load_kernels
+from practicum.rollout.engine.cpu.runner import CpuRunner
+from practicum.rollout.engine.kv_cache import KVCache
 from practicum.rollout.hf import HFRollout
 from practicum.rollout.native import NativeRollout
-from practicum.types import Prompt, RolloutRequest, SamplingParams
+from practicum.types import Prompt, PromptGroup, Sample, SamplingParams
 from practicum.weights import WeightUpdate
-from tests.rollout.contract import CLOSE, EngineContract, full_forward, request, tokens_of
+from tests.rollout.contract import CLOSE, EngineContract, full_forward, group_of, run, sequences_of, tokens_of, written
 from tests.rollout.families import DENSE, MIXED, UNSUPPORTED, save_family
 
 CPU: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
@@ -26,9 +31,9 @@ CPU: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path) -> Iterator[NativeRollout]:
     engine = NativeRollout(str(tiny_model), **CPU, max_batch=5)
-    engine.resume()
+    run(engine.resume())
     yield engine
-    engine.release()
+    run(engine.close())
 
 
 class TestContract(EngineContract):
@@ -38,19 +43,24 @@ class TestContract(EngineContract):
 def test_shared_weights_follow_the_trainers_without_a_copy(tiny_model: Path, tokenizer: Any) -> None:
     engine = NativeRollout(str(tiny_model), **CPU, max_batch=5)
     theirs = load_model(str(tiny_model)).eval()
-    engine.update_weights(WeightUpdate(1, theirs.named_parameters(), shared=True))
-    engine.resume()
+    run(engine.update_weights(WeightUpdate(1, theirs.named_parameters(), shared=True)))
+    run(engine.resume())
     for _ in range(2):
         with torch.no_grad():
             next(iter(theirs.parameters())).mul_(3.0)
-        (sample,) = engine.generate([request(tokenizer, "1+2=", SamplingParams(8))])
+        (sample,) = written(engine, [group_of(tokenizer, "1+2=", SamplingParams(8))])
         assert np.abs(sample.log_probs - full_forward(theirs, sample, 1.0)).max() < CLOSE
 
 
-def odd_requests(params: SamplingParams) -> list[RolloutRequest]:
+def cache_of(engine: NativeRollout) -> KVCache:
+    assert isinstance(engine.model, CpuRunner)
+    return engine.model._cache
+
+
+def odd_groups(params: SamplingParams) -> list[PromptGroup]:
     random = np.random.default_rng(0)
     ids = [random.integers(1, 15, size).astype(np.int32) for size in (3, 9, 9, 17, 1, 30)]
-    return [RolloutRequest(Prompt(str(i), text="?"), one, params, seed=i) for i, one in enumerate(ids)]
+    return [PromptGroup(str(i), Prompt(str(i), text="?"), one, params, i) for i, one in enumerate(ids)]
 
 
 @pytest.fixture(params=[True, False], ids=["kernels", "no compiler"])
@@ -65,19 +75,21 @@ def has_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("has_compiler")
 @pytest.mark.parametrize("family", [*DENSE, *MIXED])
 def test_every_family_writes_as_generate_does(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_LEAST_WEIGHTS", 1)  # as if they were large
+    monkeypatch.setattr(modules, "_LEAST_WEIGHTS", 1)  # as if they were large
     folder = str(save_family(family, tmp_path))
     engine = NativeRollout(folder, **CPU, max_batch=5, keep_routes=family in MIXED)
     theirs = HFRollout(folder, **CPU, max_batch=32)
     model = load_model(folder).eval()
     for each in (engine, theirs):
-        each.resume()
-    greedy = odd_requests(SamplingParams(20, temperature=0.0, ignore_eos=True))
-    assert tokens_of(engine.generate(greedy)) == tokens_of(theirs.generate(greedy))
-    drawn = odd_requests(SamplingParams(20, 0.8, num_answers=3, ignore_eos=True))
-    samples = engine.generate(drawn)
+        run(each.resume())
+    greedy = SamplingParams(20, temperature=0.0, ignore_eos=True)
+    assert tokens_of(written(engine, odd_groups(greedy))) == tokens_of(written(theirs, odd_groups(greedy)))
+    drawn = SamplingParams(20, 0.8, num_answers=3, ignore_eos=True)
+    samples = written(engine, odd_groups(drawn))
     assert max(np.abs(sample.log_probs - full_forward(model, sample, 0.8)).max() for sample in samples) < CLOSE
-    assert tokens_of(samples) == tokens_of(theirs.generate(drawn))
+    assert tokens_of(samples) == tokens_of(written(theirs, odd_groups(drawn)))
+    for each in (engine, theirs):
+        run(each.close())
 
 
 @pytest.mark.parametrize("family", MIXED)
@@ -86,10 +98,10 @@ def test_kept_routes_are_those_of_a_full_forward(family: str, tmp_path: Path) ->
 
     folder = str(save_family(family, tmp_path))
     engine = NativeRollout(folder, **CPU, max_batch=4, keep_routes=True)
-    engine.resume()
+    run(engine.resume())
     model = load_model(folder).eval()
     recorder = RouteRecorder(model)
-    for sample in engine.generate(odd_requests(SamplingParams(10, num_answers=2, ignore_eos=True))):
+    for sample in written(engine, odd_groups(SamplingParams(10, num_answers=2, ignore_eos=True))):
         ids = np.concatenate([sample.prompt_ids, sample.token_ids]).astype(np.int64)
         with torch.no_grad():
             model(input_ids=torch.from_numpy(ids)[None])
@@ -114,23 +126,23 @@ def test_routes_of_a_dense_model_are_refused(tmp_path: Path) -> None:
 
 def test_prompts_are_read_once_for_all_their_answers(tiny_model: Path) -> None:
     engine = NativeRollout(str(tiny_model), **CPU, max_batch=64)
-    engine.resume()
+    run(engine.resume())
     seen: list[int] = []
-    engine._model.get_input_embeddings().register_forward_hook(lambda _, args, __: seen.append(args[0].numel()))
-    engine.generate(odd_requests(SamplingParams(4, num_answers=8, ignore_eos=True)))
+    engine.model.module.get_input_embeddings().register_forward_hook(lambda _, args, __: seen.append(args[0].numel()))
+    written(engine, odd_groups(SamplingParams(4, num_answers=8, ignore_eos=True)))
     assert seen == [3 + 9 + 9 + 17 + 1 + 30, 48, 48, 48]  # one pass over all prompts, then a token a row
 
 
 def test_rows_of_answers_that_have_ended_are_taken_by_the_next(tiny_model: Path) -> None:
     engine = NativeRollout(str(tiny_model), **CPU, max_batch=4)
-    engine.resume()
+    run(engine.resume())
     seen: list[int] = []
-    engine._model.get_input_embeddings().register_forward_hook(lambda _, args, __: seen.append(args[0].shape[0]))
+    engine.model.module.get_input_embeddings().register_forward_hook(lambda _, args, __: seen.append(args[0].shape[0]))
     lengths = [1, 2, 3, 30, 5, 6, 7, 8]
     params = [SamplingParams(length, ignore_eos=True) for length in lengths]
-    one = odd_requests(SamplingParams(1))[0]
-    asked = [RolloutRequest(one.prompt, one.prompt_ids, own, seed) for seed, own in enumerate(params)]
-    samples = engine.generate(asked)
+    one = odd_groups(SamplingParams(1))[0]
+    groups = [PromptGroup(str(seed), one.prompt, one.prompt_ids, own, seed) for seed, own in enumerate(params)]
+    samples = written(engine, groups)
     assert [len(sample.token_ids) for sample in samples] == lengths
     assert max(seen) == 4
     assert len([rows for rows in seen if rows > 1]) < 20  # the long one does not hold up the others
@@ -139,32 +151,60 @@ def test_rows_of_answers_that_have_ended_are_taken_by_the_next(tiny_model: Path)
 def test_memory_bounds_the_rows_and_what_can_be_asked(tiny_model: Path) -> None:
     bytes_per_token = 2 * 2 * 64 * 4  # keys and values of two layers, 64 numbers of four bytes each
     engine = NativeRollout(str(tiny_model), **CPU, max_batch=64, cache_gb=1e-9 * 256 * bytes_per_token)
-    engine.resume()
+    run(engine.resume())
     widest: list[int] = []
-    engine._model.get_input_embeddings().register_forward_hook(lambda _, args, __: widest.append(args[0].shape[0]))
-    assert len(engine.generate(odd_requests(SamplingParams(16, num_answers=4, ignore_eos=True)))) == 24
+    engine.model.module.get_input_embeddings().register_forward_hook(
+        lambda _, args, __: widest.append(args[0].shape[0])
+    )
+    assert len(written(engine, odd_groups(SamplingParams(16, num_answers=4, ignore_eos=True)))) == 24
     assert max(widest) == 4
-    assert engine._cache.num_rows * engine._cache.room <= 256
+    assert engine.model.num_blocks == 4
     small = NativeRollout(str(tiny_model), **CPU, max_batch=64, cache_gb=1e-9 * 40 * bytes_per_token)
-    with pytest.raises(RolloutError, match=r"prompt 5 .*GB of keys and values, more than rollout\.cache_gb"):
-        small.generate(odd_requests(SamplingParams(16)))
+    with pytest.raises(RolloutError, match=r"prompt 0 .*GB of keys and values, more than rollout\.cache_gb"):
+        run(small.write(sequences_of(odd_groups(SamplingParams(16)))))
+
+
+def test_where_blocks_run_out_the_youngest_are_read_again_and_write_the_same(tmp_path: Path) -> None:
+    folder = str(save_family("qwen3_moe", tmp_path))
+    params = SamplingParams(120, num_answers=2, ignore_eos=True)
+
+    def samples(blocks: int) -> list[Sample]:
+        engine = NativeRollout(folder, **CPU, max_batch=12, cache_gb=1e-9 * 64 * blocks * BYTES, keep_routes=True)
+        run(engine.resume())
+        preempted, preempt = [], engine._scheduler.preempt
+        engine._scheduler.preempt = lambda: preempted.append(preempt())  # type: ignore[assignment, func-returns-value]
+        found = written(engine, odd_groups(params))
+        assert bool(preempted) == (blocks == 7)
+        run(engine.close())
+        return found
+
+    BYTES = 3 * 2 * 2 * 16 * 4
+    few, many = samples(7), samples(40)
+    assert tokens_of(few) == tokens_of(many)
+    for one, other in zip(few, many, strict=True):
+        assert np.abs(one.log_probs - other.log_probs).max() < CLOSE
+        assert one.routes is not None and other.routes is not None
+        assert np.array_equal(one.routes.known, other.routes.known)
+        assert np.array_equal(one.routes.experts[:-1], other.routes.experts[:-1])
 
 
 def test_releasing_gives_keys_and_values_back(tiny_model: Path) -> None:
     engine = NativeRollout(str(tiny_model), **CPU, max_batch=8)
-    engine.resume()
-    engine.generate(odd_requests(SamplingParams(4)))
-    assert engine._cache.num_rows > 0
-    engine.release()
-    assert engine._cache.num_rows == 0
+    run(engine.resume())
+    written(engine, odd_groups(SamplingParams(4)))
+    assert cache_of(engine).bytes_per_token > 0
+    run(engine.release())
+    assert cache_of(engine).bytes_per_token == 0
 
 
 def test_memory_that_cannot_be_had_costs_that_request_alone(tiny_model: Path) -> None:
     engine = NativeRollout(str(tiny_model), **CPU, max_batch=8)
-    engine.resume()
-    asked = odd_requests(SamplingParams(4))
-    expected = tokens_of(engine.generate(asked[:1]))
-    empty, calls = engine._cache._empty, []
+    run(engine.resume())
+    asked = SamplingParams(4)
+    expected = tokens_of(written(engine, odd_groups(asked)[:1]))
+    run(engine.release())
+    run(engine.resume())
+    empty, calls = cache_of(engine)._empty, []
 
     def scarce(like: torch.Tensor) -> torch.Tensor:
         calls.append(like)
@@ -172,16 +212,16 @@ def test_memory_that_cannot_be_had_costs_that_request_alone(tiny_model: Path) ->
             raise MemoryError
         return empty(like)
 
-    engine._cache._empty = scarce  # type: ignore[method-assign]
+    cache_of(engine)._empty = scarce  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
-        engine.generate(odd_requests(SamplingParams(30)))
-    assert tokens_of(engine.generate(asked[:1])) == expected
+        written(engine, odd_groups(SamplingParams(30)))
+    assert tokens_of(written(engine, odd_groups(asked)[:1])) == expected
 
 
 def test_it_leaves_nothing_behind_when_it_goes(tiny_model: Path) -> None:
     engine = NativeRollout(str(tiny_model), **CPU, max_batch=8)
-    cache = weakref.ref(engine._cache)
-    engine.close()
+    cache = weakref.ref(cache_of(engine))
+    run(engine.close())
     del engine
     gc.collect()
     assert cache() is None
@@ -190,15 +230,16 @@ def test_it_leaves_nothing_behind_when_it_goes(tiny_model: Path) -> None:
 def test_an_answer_that_is_gone_on_with_keeps_the_routes_it_was_written_with(tmp_path: Path) -> None:
     folder = str(save_family("qwen3_moe", tmp_path))
     engine = NativeRollout(folder, **CPU, max_batch=4, keep_routes=True)
-    engine.resume()
-    asked = odd_requests(SamplingParams(12, ignore_eos=True))[1]
-    short = RolloutRequest(asked.prompt, asked.prompt_ids, SamplingParams(6, ignore_eos=True), asked.seed)
-    (begun,) = engine.generate([short])
+    run(engine.resume())
+    (begun,) = written(engine, odd_groups(SamplingParams(6, ignore_eos=True))[1:2])
     other = load_model(folder).requires_grad_(False)
     for parameter in other.parameters():
         parameter.mul_(1.7).add_(0.05)
-    engine.update_weights(WeightUpdate(1, other.named_parameters(), shared=False))
-    (whole,) = engine.generate([asked.going_on(0, begun)])
+    run(engine.update_weights(WeightUpdate(1, other.named_parameters(), shared=False)))
+    begun.finish_reason = "abort"
+    group = odd_groups(SamplingParams(12, ignore_eos=True))[1]
+    group.trajectories[0].add(begun)
+    (whole,) = written(engine, [group])
     assert begun.routes is not None and whole.routes is not None
     num = begun.num_tokens - 1
     assert np.array_equal(whole.routes.experts[:num], begun.routes.experts[:num])
@@ -207,11 +248,80 @@ def test_an_answer_that_is_gone_on_with_keeps_the_routes_it_was_written_with(tmp
 
 def test_a_failing_step_leaves_the_engine_usable(tiny_model: Path) -> None:
     engine = NativeRollout(str(tiny_model), **CPU, max_batch=8)
-    engine.resume()
-    asked = odd_requests(SamplingParams(4))
-    expected = tokens_of(engine.generate(asked))
-    hook = engine._model.register_forward_hook(lambda *_: 1 / 0)
+    run(engine.resume())
+    asked = SamplingParams(4)
+    expected = tokens_of(written(engine, odd_groups(asked)))
+    hook = engine.model.module.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        engine.generate(asked)
+        written(engine, odd_groups(asked))
     hook.remove()
-    assert tokens_of(engine.generate(asked)) == expected
+    assert tokens_of(written(engine, odd_groups(asked))) == expected
+
+
+def test_a_failure_is_of_those_that_were_begun_and_the_others_are_written(tiny_model: Path) -> None:
+    engine = NativeRollout(str(tiny_model), **CPU, max_batch=2)
+    run(engine.resume())
+    params = SamplingParams(4, ignore_eos=True)
+    expected = tokens_of(written(engine, odd_groups(params)))
+    failures = [MemoryError("no room")]
+
+    def fail(*_: Any) -> None:
+        if failures:
+            raise failures.pop()
+
+    engine.model.module.register_forward_hook(fail)
+
+    async def answered() -> list[Any]:
+        writing = [engine.write(sequences_of([group])) for group in odd_groups(params)]
+        return await asyncio.gather(*writing, return_exceptions=True)
+
+    found = run(answered())
+    begun = [index for index, one in enumerate(found) if isinstance(one, MemoryError)]
+    assert 1 <= len(begun) <= 2
+    for index, one in enumerate(found):
+        if index not in begun:
+            assert tokens_of(one) == [expected[index]]
+
+
+def test_what_waits_is_aborted_untouched(tiny_model: Path) -> None:
+    engine = NativeRollout(str(tiny_model), **CPU, max_batch=1)
+    run(engine.resume())
+    sequences = sequences_of(odd_groups(SamplingParams(30, num_answers=2, ignore_eos=True))[:2])
+    sequences[0].on_tokens = lambda tokens, log_probs: engine.abort()
+    samples = run(engine.write(sequences))
+    assert {sample.finish_reason for sample in samples} == {"abort"}
+    assert sorted(len(sample.token_ids) for sample in samples)[:3] == [0, 0, 0]
+
+
+def test_closing_fails_what_is_under_way_and_nothing_is_begun_after_it(tiny_model: Path) -> None:
+    engine = NativeRollout(str(tiny_model), **CPU, max_batch=1)
+    run(engine.resume())
+
+    async def closed() -> list[Any]:
+        begun = asyncio.Event()
+        sequences = sequences_of(odd_groups(SamplingParams(50, ignore_eos=True))[:2])
+        sequences[0].on_tokens = lambda tokens, log_probs: begun.set()
+        writing = asyncio.ensure_future(
+            asyncio.gather(*(engine.write([one]) for one in sequences), return_exceptions=True)
+        )
+        await begun.wait()
+        await engine.close()
+        await engine.close()
+        return await writing
+
+    errors = run(closed())
+    assert [(type(error), str(error)) for error in errors] == [(RolloutError, "the engine has been closed")] * 2
+    with pytest.raises(RolloutError, match="closed"):
+        written(engine, odd_groups(SamplingParams(2)))
+    with pytest.raises(RolloutError, match="closed"):
+        run(engine.resume())
+
+
+def test_its_thread_ends_with_it(tiny_model: Path) -> None:
+    before = set(threading.enumerate())
+    engine = NativeRollout(str(tiny_model), **CPU, max_batch=1)
+    (thread,) = set(threading.enumerate()) - before
+    del engine
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()

@@ -106,7 +106,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "1", "suffix": "x"}, "suffix=.* is not supported here"),
     ({"prompt": "1", "best_of": 3}, "best_of=3 is not supported here"),
     ({"prompt": "1", "logit_bias": {"5": 1}}, "logit_bias=.* is not supported here"),
-    ({"prompt": "1", "logprobs": 5}, "log-probs are told of the tokens that were written"),
+    ({"prompt": "1", "logprobs": 5}, "log-probs are those of the tokens that were written"),
     ({"prompt": "1", "truncate": 5}, "truncate is not supported here"),
     ({"prompt": "1", "n": 0}, "n: "),
     ({"prompt": "1", "max_tokens": 0}, "max_tokens: "),
@@ -132,7 +132,7 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 5, "max_completion_tokens": 6}, "mean the same: give one of them"),
     ({"tool_choice": "required"}, "tool_choice=.required. is not supported here"),
     ({"response_format": {"type": "json_object"}}, "response_format=.* is not supported here"),
-    ({"top_logprobs": 3}, "log-probs are told of the tokens that were written"),
+    ({"top_logprobs": 3}, "log-probs are those of the tokens that were written"),
 ]
 OTHERS: list[tuple[type[Request], dict[str, Any], str]] = [
     (TokenizeRequest, {}, "give either prompt or messages"),

@@ -23,7 +23,7 @@ def plain(hidden: torch.Tensor, head: nn.Linear, targets: torch.Tensor, temperat
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("most", [1, 60, 1 << 20])
 def test_parts_give_what_the_whole_gives(bias: bool, learns: bool, most: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "MOST_LOGITS", most)
+    monkeypatch.setattr(module, "MAX_LOGITS", most)
     torch.manual_seed(0)
     head = nn.Linear(8, 17, bias=bias).double()
     hidden = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
@@ -56,8 +56,8 @@ def test_a_model_answers_the_same_in_parts(family: str, monkeypatch: Any) -> Non
     asked = (ids, torch.arange(9).expand(2, 9), at, torch.tensor([4, 5, 6, 7]), 0.9)
     found = []
     for most in (1 << 28, 5):
-        monkeypatch.setattr("practicum.train.model.MOST_LOGITS", most)
-        monkeypatch.setattr(module, "MOST_LOGITS", most)
+        monkeypatch.setattr("practicum.train.model.MAX_LOGITS", most)
+        monkeypatch.setattr(module, "MAX_LOGITS", most)
         model.zero_grad()
         log_probs, entropies = model(*asked)
         (log_probs.sum() + entropies.sum()).backward()

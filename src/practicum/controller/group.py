@@ -22,27 +22,28 @@ import inspect
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Union, cast, overload
 
-from practicum.controller.batch import join_batches, split_batch
-from practicum.controller.future import Gather, GroupFuture, Replies, only
-from practicum.controller.mesh import Mesh
-from practicum.controller.packed import RayClassWithInitArgs, known_as, roles_of
-from practicum.controller.worker import Worker, find_mesh
-from practicum.errors import CallError
+from practicum.controller.wire import join_batches, split_batch
+from practicum.controller.worker import Mesh, RayClassWithInitArgs, W, Worker, find_mesh, known_as, roles_of
+from practicum.errors import CallError, WorkerError
 
-W = TypeVar("W", bound=Worker)
 V = TypeVar("V", bound=Worker)
 P = ParamSpec("P")
 B = TypeVar("B")
 S = TypeVar("S")
 R = TypeVar("R")
 Out = TypeVar("Out")
+Result = TypeVar("Result", covariant=True)  # a future list of samples is a future sequence of them
+
+Gather = Callable[[list[Any]], Any]
 Method = Callable[Concatenate[W, P], R]
-Coroutines = Callable[Concatenate[W, P], Coroutine[Any, Any, R]]
+Coro = Callable[Concatenate[W, P], Coroutine[Any, Any, R]]
+MethodOn = Callable[Concatenate[W, S, P], R]  # its first argument is not the same for all ranks
+CoroOn = Callable[Concatenate[W, S, P], Coroutine[Any, Any, R]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Call:
     @property
     def upstream(self) -> list[GroupFuture[Any]]:
         """The futures among the arguments."""
-        arguments = (*self.args, *self.kwargs.values(), *(() if self.own is None else self.own))
+        arguments = (*self.args, *self.kwargs.values(), *(self.own or ()))
         return [value for value in arguments if isinstance(value, GroupFuture)]
 
     def by_name(self, own: Any = None) -> dict[str, Any]:
@@ -69,6 +70,109 @@ class Call:
         leading = () if self.own is None else (own,)
         bound = inspect.signature(self.function).bind(None, *leading, *self.args, **self.kwargs).arguments
         return {name: value for name, value in list(bound.items())[1:] if not isinstance(value, GroupFuture)}
+
+
+@dataclass(eq=False, slots=True)
+class Replies:
+    """The replies to one call, which may still be under way, and two ways to wait for them: blocking and awaited.
+
+    Both take a time of the monotonic clock as their deadline, and raise the first failure to arrive, or
+    `DeadlineError`. Being cancelled while it awaits them cancels the coroutines that were called.
+    """
+
+    handles: Sequence[Any]  # one per rank that was called; Ray's references if it is a Ray group's
+    deadline: float
+    upstream: Sequence[GroupFuture[Any]]  # among the arguments
+    collect: Callable[[float], list[Any]]
+    arrive: Callable[[float], Awaitable[list[Any]]]
+    received: list[Any] | None = None
+
+    def wait(self, deadline: float | None = None) -> list[Any]:
+        if self.received is None:
+            try:
+                self.received = self.collect(self.deadline if deadline is None else deadline)
+            except WorkerError:
+                for future in self.upstream:
+                    future.replies.wait(time.monotonic())
+                raise
+        return self.received
+
+    async def wait_async(self, deadline: float | None = None) -> list[Any]:
+        if self.received is None:
+            try:
+                self.received = await self.arrive(self.deadline if deadline is None else deadline)
+            except WorkerError:
+                for future in self.upstream:
+                    await future.replies.wait_async(time.monotonic())
+                raise
+        return self.received
+
+
+class GroupFuture(Generic[Result]):
+    """What an `_async` call returns: awaitable, or to be waited for by `result`. The deadline counts from the call.
+
+    It can be an argument of a call to any group: the replies then go from worker to worker. As the batch of `scatter`
+    or the list of `map` it is passed as it is; elsewhere `future.forward()` keeps the type checker content.
+    """
+
+    def __init__(self, replies: Replies, kept: Sequence[int], gather: Gather) -> None:
+        """`kept` are the replies it is made of, by their index."""
+        self.replies = replies
+        self.gather = gather
+        self._kept = kept
+
+    @property
+    def handles(self) -> list[Any]:
+        return [self.replies.handles[index] for index in self._kept]
+
+    def result(self) -> Result:
+        """Wait for all replies. Raises the first failure, or `DeadlineError`; if it is the failure of a call that an
+        argument comes from, that one's."""
+        return self._made_of(self.replies.wait())
+
+    def __await__(self) -> Generator[Any, None, Result]:
+        """Wait for all replies as `result` does, without blocking the event loop."""
+        return self._made_of((yield from self.replies.wait_async().__await__()))
+
+    def _made_of(self, replies: list[Any]) -> Result:
+        return cast(Result, self.gather([replies[index] for index in self._kept]))
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a future can be an argument of a call, but not be inside one")
+
+    def forward(self) -> Result:
+        """The future itself, typed as its result, to stand for it among the arguments of another call."""
+        return cast(Result, self)
+
+    def shares(self, parts: int, split: Callable[[Any, int], Sequence[Any]]) -> list[GroupFuture[Any]]:
+        """Futures for the shares of a batch that is not there yet.
+
+        A batch that is to be cut as it was joined, from as many replies, is handed on reply by reply; any other is put
+        together and cut where it arrives.
+        """
+        if (self.gather, split) == (join_batches, split_batch) and len(self._kept) == parts:
+            return self.each()
+        cuts = [functools.partial(_gather_and_cut, self.gather, split, part, parts) for part in range(parts)]
+        return [GroupFuture(self.replies, self._kept, cut) for cut in cuts]
+
+    def each(self) -> list[GroupFuture[Any]]:
+        """A future for each reply."""
+        return [GroupFuture(self.replies, [index], only) for index in self._kept]
+
+
+Shares = Sequence[S] | GroupFuture[list[S]]
+Batch = Union[GroupFuture[B], B]  # noqa: UP007  (mypy does not take the other way of writing it)
+
+
+def _gather_and_cut(
+    gather: Gather, split: Callable[[Any, int], Sequence[Any]], part: int, parts: int, replies: list[Any]
+) -> Any:
+    return split(gather(replies), parts)[part]
+
+
+def only(replies: list[Any]) -> Any:
+    (reply,) = replies
+    return reply
 
 
 class WorkerGroup(ABC, Generic[W]):
@@ -89,33 +193,31 @@ class WorkerGroup(ABC, Generic[W]):
         self._mesh = Mesh(data=world_size)
         self._timeout_s = positive_seconds(timeout_s, "timeout_s", name)
 
+    # Each call takes plain methods and coroutines, typed with what is returned and what is awaited.
+
     @overload
-    def execute_all_async(
-        self, method: Coroutines[W, P, R], *args: P.args, **kwargs: P.kwargs
-    ) -> GroupFuture[list[R]]: ...
+    def execute_all_async(self, method: Coro[W, P, R], *args: P.args, **kwargs: P.kwargs) -> GroupFuture[list[R]]: ...
     @overload
     def execute_all_async(self, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> GroupFuture[list[R]]: ...
     def execute_all_async(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         return self._start(self._call(method, args, kwargs), list)
 
     @overload
-    def execute_all(self, method: Coroutines[W, P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
+    def execute_all(self, method: Coro[W, P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
     @overload
     def execute_all(self, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
     def execute_all(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         return self.execute_all_async(method, *args, **kwargs).result()
 
     @overload
-    def execute_rank_zero_async(
-        self, method: Coroutines[W, P, R], *args: P.args, **kwargs: P.kwargs
-    ) -> GroupFuture[R]: ...
+    def execute_rank_zero_async(self, method: Coro[W, P, R], *args: P.args, **kwargs: P.kwargs) -> GroupFuture[R]: ...
     @overload
     def execute_rank_zero_async(self, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> GroupFuture[R]: ...
     def execute_rank_zero_async(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         return self.execute_rank_async(0, method, *args, **kwargs)
 
     @overload
-    def execute_rank_zero(self, method: Coroutines[W, P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def execute_rank_zero(self, method: Coro[W, P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
     @overload
     def execute_rank_zero(self, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
     def execute_rank_zero(self, method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +225,7 @@ class WorkerGroup(ABC, Generic[W]):
 
     @overload
     def execute_rank_async(
-        self, rank: int, method: Coroutines[W, P, R], *args: P.args, **kwargs: P.kwargs
+        self, rank: int, method: Coro[W, P, R], *args: P.args, **kwargs: P.kwargs
     ) -> GroupFuture[R]: ...
     @overload
     def execute_rank_async(
@@ -133,41 +235,19 @@ class WorkerGroup(ABC, Generic[W]):
         return self._start(self._call(method, args, kwargs), only, [self._checked(rank)])
 
     @overload
-    def execute_rank(self, rank: int, method: Coroutines[W, P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def execute_rank(self, rank: int, method: Coro[W, P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
     @overload
     def execute_rank(self, rank: int, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
     def execute_rank(self, rank: int, method: Any, *args: Any, **kwargs: Any) -> Any:
         return self.execute_rank_async(rank, method, *args, **kwargs).result()
 
-    def stream(
-        self,
-        rank: int,
-        method: Callable[Concatenate[W, P], AsyncIterator[R]],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> AsyncGenerator[R, None]:
-        """The items of a method that is an async generator, as they come; each has the group's deadline for its own.
-
-        The call is made when the first item is asked for. Closing the iterator early cancels the worker's generator,
-        and returns when that has ended.
-        """
-        return self._stream(self._call(method, args, kwargs, streams=True), self._checked(rank))
-
     @overload
     def map_async(
-        self,
-        method: Coroutines[W, Concatenate[S, P], R],
-        per_rank: Sequence[S] | GroupFuture[list[S]],
-        *args: P.args,
-        **kwargs: P.kwargs,
+        self, method: CoroOn[W, S, P, R], per_rank: Shares[S], *args: P.args, **kwargs: P.kwargs
     ) -> GroupFuture[list[R]]: ...
     @overload
     def map_async(
-        self,
-        method: Method[W, Concatenate[S, P], R],
-        per_rank: Sequence[S] | GroupFuture[list[S]],
-        *args: P.args,
-        **kwargs: P.kwargs,
+        self, method: MethodOn[W, S, P, R], per_rank: Shares[S], *args: P.args, **kwargs: P.kwargs
     ) -> GroupFuture[list[R]]: ...
     def map_async(self, method: Any, per_rank: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(per_rank, GroupFuture):
@@ -181,45 +261,39 @@ class WorkerGroup(ABC, Generic[W]):
         return self._start(self._call(method, args, kwargs, own=per_rank), list)
 
     @overload
-    def map(
-        self,
-        method: Coroutines[W, Concatenate[S, P], R],
-        per_rank: Sequence[S] | GroupFuture[list[S]],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> list[R]: ...
+    def map(self, method: CoroOn[W, S, P, R], per_rank: Shares[S], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
     @overload
-    def map(
-        self,
-        method: Method[W, Concatenate[S, P], R],
-        per_rank: Sequence[S] | GroupFuture[list[S]],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> list[R]: ...
+    def map(self, method: MethodOn[W, S, P, R], per_rank: Shares[S], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
     def map(self, method: Any, per_rank: Any, *args: Any, **kwargs: Any) -> Any:
         return self.map_async(method, per_rank, *args, **kwargs).result()
 
     @overload
-    def scatter_with_async(
-        self,
-        split: Callable[[B, int], Sequence[S]],
-        gather: Callable[[list[R]], Out],
-        method: Coroutines[W, Concatenate[S, P], R],
-        batch: B | GroupFuture[B],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> GroupFuture[Out]: ...
+    def scatter_async(
+        self, method: CoroOn[W, B, P, R], batch: Batch[B], *args: P.args, **kwargs: P.kwargs
+    ) -> GroupFuture[R]: ...
     @overload
+    def scatter_async(
+        self, method: MethodOn[W, B, P, R], batch: Batch[B], *args: P.args, **kwargs: P.kwargs
+    ) -> GroupFuture[R]: ...
+    def scatter_async(self, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.scatter_with_async(split_batch, join_batches, method, batch, *args, **kwargs)
+
+    @overload
+    def scatter(self, method: CoroOn[W, B, P, R], batch: Batch[B], *args: P.args, **kwargs: P.kwargs) -> R: ...
+    @overload
+    def scatter(self, method: MethodOn[W, B, P, R], batch: Batch[B], *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def scatter(self, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.scatter_async(method, batch, *args, **kwargs).result()
+
     def scatter_with_async(
         self,
         split: Callable[[B, int], Sequence[S]],
         gather: Callable[[list[R]], Out],
-        method: Method[W, Concatenate[S, P], R],
-        batch: B | GroupFuture[B],
+        method: CoroOn[W, S, P, R] | MethodOn[W, S, P, R],
+        batch: Batch[B],
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> GroupFuture[Out]: ...
-    def scatter_with_async(self, split: Any, gather: Any, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    ) -> GroupFuture[Out]:
         """`split` cuts the batch into as many shares as it is told, `gather` makes one reply of many."""
         num_shards = self._mesh.data
         shares = batch.shares(num_shards, split) if isinstance(batch, GroupFuture) else split(batch, num_shards)
@@ -228,58 +302,26 @@ class WorkerGroup(ABC, Generic[W]):
             raise CallError(f"group {self.name!r}: the split made {len(own)} shares where {num_shards} were asked for")
         return self._start(self._call(method, args, kwargs, own=own), gather)
 
-    @overload
     def scatter_with(
         self,
         split: Callable[[B, int], Sequence[S]],
         gather: Callable[[list[R]], Out],
-        method: Coroutines[W, Concatenate[S, P], R],
-        batch: B | GroupFuture[B],
+        method: CoroOn[W, S, P, R] | MethodOn[W, S, P, R],
+        batch: Batch[B],
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> Out: ...
-    @overload
-    def scatter_with(
-        self,
-        split: Callable[[B, int], Sequence[S]],
-        gather: Callable[[list[R]], Out],
-        method: Method[W, Concatenate[S, P], R],
-        batch: B | GroupFuture[B],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> Out: ...
-    def scatter_with(self, split: Any, gather: Any, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    ) -> Out:
         return self.scatter_with_async(split, gather, method, batch, *args, **kwargs).result()
 
-    @overload
-    def scatter_async(
-        self,
-        method: Coroutines[W, Concatenate[B, P], R],
-        batch: B | GroupFuture[B],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> GroupFuture[R]: ...
-    @overload
-    def scatter_async(
-        self, method: Method[W, Concatenate[B, P], R], batch: B | GroupFuture[B], *args: P.args, **kwargs: P.kwargs
-    ) -> GroupFuture[R]: ...
-    def scatter_async(self, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.scatter_with_async(split_batch, join_batches, method, batch, *args, **kwargs)
+    def stream(
+        self, rank: int, method: Callable[Concatenate[W, P], AsyncIterator[R]], *args: P.args, **kwargs: P.kwargs
+    ) -> AsyncGenerator[R, None]:
+        """The items of a method that is an async generator, as they come; each has the group's deadline for its own.
 
-    @overload
-    def scatter(
-        self,
-        method: Coroutines[W, Concatenate[B, P], R],
-        batch: B | GroupFuture[B],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> R: ...
-    @overload
-    def scatter(
-        self, method: Method[W, Concatenate[B, P], R], batch: B | GroupFuture[B], *args: P.args, **kwargs: P.kwargs
-    ) -> R: ...
-    def scatter(self, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.scatter_async(method, batch, *args, **kwargs).result()
+        The call is made when the first item is asked for. Closing the iterator early cancels the worker's generator,
+        and returns when that has ended.
+        """
+        return self._stream(self._call(method, args, kwargs, streams=True), self._checked(rank))
 
     def with_timeout(self, timeout_s: float) -> Self:
         view = copy.copy(self)

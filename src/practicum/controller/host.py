@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from practicum.controller.loop import run_or_begin, running_loop
-from practicum.controller.packed import FusedWorker, RayClassWithInitArgs, roles_of
 from practicum.controller.stacks import StackAddress, serve_stacks
 from practicum.controller.wire import Payload, unpack, unpack_arguments
-from practicum.controller.worker import Worker, WorkerContext
+from practicum.controller.worker import FusedWorker, RayClassWithInitArgs, Worker, WorkerContext, roles_of
 from practicum.errors import WorkerError
 
 # A small error comes along with the answer and is noticed at once; a large one would have to be fetched first.
@@ -86,9 +85,9 @@ class WorkerHost:
         try:
             yield
         except Exception as error:
-            raise self._failure(error, what) from error
+            raise self.failure(error, what) from error
 
-    def _failure(self, error: Exception, what: str) -> WorkerError:
+    def failure(self, error: Exception, what: str) -> WorkerError:
         context, node, pid = self._context, self._address, os.getpid()
         return WorkerError(
             f"group {context.group!r}, rank {context.rank} of {context.world_size} (node {node}, pid {pid}): "
@@ -123,7 +122,7 @@ async def stream(
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Location:
     """Where a worker process came up."""
 
     node_id: str
@@ -142,13 +141,13 @@ class RayHost(WorkerHost):
         super().__init__()
         sys.path.extend(path for path in import_paths if path not in sys.path)
 
-    def seat(self) -> Seat:
+    def locate(self) -> Location:
         import ray
 
         # The address by which Ray's nodes know each other: the machine may have others.
         self._address = ray._private.worker.global_worker.node_ip_address
         node_id = ray.get_runtime_context().get_node_id()
-        return Seat(node_id, self._address, os.getpid(), free_port(), serve_stacks(self._address, running_loop()))
+        return Location(node_id, self._address, os.getpid(), free_port(), serve_stacks(self._address, running_loop()))
 
     def build_packed(self, packed: Payload, context: WorkerContext) -> None:
         import ray
@@ -169,63 +168,16 @@ class AsyncRayHost(RayHost):
 
     def __init__(self, import_paths: Sequence[str]) -> None:
         super().__init__(import_paths)
-        Worker.device_thread = self._device = ThreadPoolExecutor(1, "practicum-device")
-        self._device_turn = asyncio.Lock()
+        self.device_thread = Worker.device_thread = ThreadPoolExecutor(1, "practicum-device")
+        self.device_lock = asyncio.Lock()  # first come, first served
         self._next: Counter[str] = Counter()  # of each caller
-        self._early: dict[Turn, asyncio.Future[None]] = {}  # came before others that were sent before them
+        self._early: dict[Turn, asyncio.Future[None]] = {}  # calls that came before others that were sent before them
         self._running: dict[Turn, asyncio.Task[Any]] = {}
 
     async def build_packed(self, packed: Payload, context: WorkerContext) -> None:  # type: ignore[override]
-        await asyncio.get_running_loop().run_in_executor(self._device, super().build_packed, packed, context)
+        await asyncio.get_running_loop().run_in_executor(self.device_thread, super().build_packed, packed, context)
 
-    async def call_plain(self, head: CallHead, turn: Turn, packed: Sequence[Any]) -> Any:
-        await self._take(turn)
-        async with self._device_turn:  # first come, first served
-            arguments = await _fetched(packed)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._device, self.call_packed, head, *arguments)
-
-    async def call_coroutine(self, head: CallHead, turn: Turn, packed: Sequence[Any]) -> Any:
-        await self._take(turn)
-
-        async def run() -> Any:
-            args, kwargs = unpack_arguments(*(await _fetched(packed)))
-            return await call_awaited(self, head, args, kwargs)
-
-        task = self._started(turn, run())
-        await asyncio.wait([task])
-        return None if task.cancelled() else task.result()  # if it was cancelled, nobody waits for it
-
-    async def stream_packed(self, head: CallHead, turn: Turn, packed: Sequence[Any]) -> AsyncGenerator[Any, None]:
-        """The worker's generator runs in a task of its own, which can be cancelled wherever it is."""
-        await self._take(turn)
-        items: asyncio.Queue[Any] = asyncio.Queue()
-        end = object()
-
-        async def run() -> None:
-            try:
-                args, kwargs = unpack_arguments(*(await _fetched(packed)))
-                async with aclosing(stream(self, head, args, kwargs)) as made:
-                    async for item in made:
-                        items.put_nowait(item)
-            finally:
-                items.put_nowait(end)
-
-        task = self._started(turn, run())
-        while (item := await items.get()) is not end:
-            yield item
-        await asyncio.wait([task])
-        if not task.cancelled():
-            task.result()
-
-    async def cancel(self, turn: Turn, calls: Sequence[Turn]) -> None:
-        """Cancel coroutines or generators, and return when they have ended."""
-        await self._take(turn)
-        for task in [self._running[call] for call in calls if call in self._running]:
-            task.cancel()
-            await asyncio.wait([task])
-
-    async def _take(self, turn: Turn) -> None:
+    async def take(self, turn: Turn) -> None:
         """Wait until all calls that this caller has sent before have been taken up."""
         caller, number = turn
         if number != self._next[caller]:
@@ -236,10 +188,25 @@ class AsyncRayHost(RayHost):
         if follower is not None:
             follower.set_result(None)
 
-    def _started(self, turn: Turn, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def begin(self, turn: Turn, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run a call in a task of its own, which can be cancelled wherever it is."""
         task = self._running[turn] = asyncio.ensure_future(coroutine)
-        task.add_done_callback(lambda _: self._running.pop(turn))
         return task
+
+    async def end(self, turn: Turn, task: asyncio.Task[Any], head: CallHead) -> Any:
+        await asyncio.wait([task])
+        was_cancelled = self._running.pop(turn, None) is None
+        if not task.cancelled():
+            return task.result()
+        if not was_cancelled:
+            raise self.failure(RuntimeError("it was cancelled by something on the worker"), head.method)
+
+    async def cancel(self, turn: Turn, calls: Sequence[Turn]) -> None:
+        """Cancel coroutines or generators, for which nobody waits any longer, and return when they have ended."""
+        await self.take(turn)
+        for task in [self._running.pop(call) for call in calls if call in self._running]:
+            task.cancel()
+            await asyncio.wait([task])
 
 
 async def _fetched(packed: Sequence[Any]) -> list[Any]:
@@ -249,44 +216,45 @@ async def _fetched(packed: Sequence[Any]) -> list[Any]:
     return [await one if isinstance(one, ObjectRef) else one for one in packed]
 
 
-def is_async(packed: RayClassWithInitArgs[Any]) -> bool:
-    """Whether a class, or a role fused into it, has methods that are coroutines or async generators."""
-    classes = [packed.cls, *(role.cls for role in roles_of(packed).values())]
-    return any(
-        inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value)
-        for cls in classes
-        for name in _methods(cls)
-        if (value := getattr(cls, name))
-    )
-
-
 def host_class(packed: RayClassWithInitArgs[Any]) -> type[RayHost]:
     """A host with a method for each call its workers can get.
 
-    One method for all would have to be told which is meant, and an argument makes a no-op on Ray a seventh slower. As
-    an async actor it would be slower by as much again.
+    One method for all would have to be told which is meant, and an argument makes a no-op on Ray a seventh slower. An
+    async actor is slower by more than that, so that only classes that need one get one.
     """
-    classes: dict[str | None, type[Worker]] = {None: packed.cls}
-    classes |= {name: role.cls for name, role in roles_of(packed).items()}
-    serving = _serving_async if is_async(packed) else _serving
+    base, serving = (AsyncRayHost, _serving_async) if is_async(packed) else (RayHost, _serving)
     serves = {
-        head.name: serving(head, getattr(cls, method))
-        for role, cls in classes.items()
-        for method in _methods(cls)
-        for head in (CallHead(role, method), CallHead(role, method, wants_reply=False))
+        head.name: serving(head, method)
+        for role, name, method in _methods(packed)
+        for head in (CallHead(role, name), CallHead(role, name, wants_reply=False))
     }
-    return type("RayHost", (AsyncRayHost if is_async(packed) else RayHost,), serves)
+    return type("RayHost", (base,), serves)
 
 
-def _methods(cls: type[Worker]) -> set[str]:
-    names = {name for base in cls.__mro__ for name, value in vars(base).items() if callable(value)}
-    return {name for name in names if not name.startswith("__")} - {"on_device"}
+def is_async(packed: RayClassWithInitArgs[Any]) -> bool:
+    """Whether a class, or a role fused into it, has methods that are coroutines or async generators."""
+    methods = [method for _, _, method in _methods(packed)]
+    return any(inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method) for method in methods)
 
 
-def _serving(head: CallHead, method: Callable[..., Any]) -> Callable[..., Any]:
+def _methods(packed: RayClassWithInitArgs[Any]) -> list[tuple[str | None, str, Callable[..., Any]]]:
+    """All methods that can be called, with role and name."""
+    classes: list[tuple[str | None, type[Worker]]] = [(None, packed.cls)]
+    classes += [(role, one.cls) for role, one in roles_of(packed).items()]
+    return [
+        (role, name, getattr(cls, name))
+        for role, cls in classes
+        for name in {name for base in cls.__mro__ for name, value in vars(base).items() if callable(value)}
+        if not name.startswith("__") and name != "on_device"
+    ]
+
+
+# Each gets `shared`, the arguments for all ranks, `own`, the first one where each rank has its own, and `replies` of
+# other workers for the slots among them; an async host gets all of them as a list, behind the turn of the call.
+
+
+def _serving(head: CallHead, _: Callable[..., Any]) -> Callable[..., Any]:
     def serve(host: RayHost, shared: Payload = b"", own: Payload = b"", *replies: Any) -> Any:
-        """`shared` are the arguments all ranks get, `own` is the first one where each rank has its own; `replies` of
-        other workers fill the slots among them."""
         return host.call_packed(head, shared, own, *replies)
 
     return serve
@@ -294,15 +262,36 @@ def _serving(head: CallHead, method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _serving_async(head: CallHead, method: Callable[..., Any]) -> Callable[..., Any]:
     async def serve_plain(host: AsyncRayHost, turn: Turn, packed: Sequence[Any] = ()) -> Any:
-        return await host.call_plain(head, turn, packed)
+        await host.take(turn)
+        async with host.device_lock:
+            arguments = await _fetched(packed)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(host.device_thread, host.call_packed, head, *arguments)
 
     async def serve_coroutine(host: AsyncRayHost, turn: Turn, packed: Sequence[Any] = ()) -> Any:
-        return await host.call_coroutine(head, turn, packed)
+        async def run() -> Any:
+            return await call_awaited(host, head, *unpack_arguments(*(await _fetched(packed))))
+
+        await host.take(turn)
+        return await host.end(turn, host.begin(turn, run()), head)
 
     async def serve_stream(host: AsyncRayHost, turn: Turn, packed: Sequence[Any] = ()) -> AsyncGenerator[Any, None]:
-        async with aclosing(host.stream_packed(head, turn, packed)) as items:
-            async for item in items:
-                yield item
+        items: asyncio.Queue[Any] = asyncio.Queue()
+        end = object()
+
+        async def run() -> None:
+            try:
+                async with aclosing(stream(host, head, *unpack_arguments(*(await _fetched(packed))))) as made:
+                    async for item in made:
+                        items.put_nowait(item)
+            finally:
+                items.put_nowait(end)
+
+        await host.take(turn)
+        task = host.begin(turn, run())
+        while (item := await items.get()) is not end:
+            yield item
+        await host.end(turn, task, head)
 
     if inspect.isasyncgenfunction(method):
         return serve_stream

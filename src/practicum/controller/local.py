@@ -14,14 +14,11 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from practicum.controller.future import GroupFuture, Replies
-from practicum.controller.group import Call, W, WorkerGroup
+from practicum.controller.group import Call, GroupFuture, Replies, WorkerGroup
 from practicum.controller.host import CallHead, WorkerHost, call_awaited, free_port, stream
 from practicum.controller.loop import driver_loop, run_sync, running_loop
-from practicum.controller.mesh import Mesh
-from practicum.controller.packed import RayClassWithInitArgs
 from practicum.controller.stacks import stack_of_this_process
-from practicum.controller.worker import WorkerContext
+from practicum.controller.worker import Mesh, RayClassWithInitArgs, W, WorkerContext
 from practicum.errors import WorkerDied, WorkerError
 
 
@@ -34,37 +31,6 @@ class _Outcome:
         if self.error is not None:
             raise self.error
         return self.reply
-
-
-class _Done(Replies):
-    """The replies of plain methods, which are there at once."""
-
-    def _wait(self, deadline: float) -> list[Any]:
-        return [outcome.value() for outcome in self.handles]
-
-    async def _arrive(self, deadline: float) -> list[Any]:
-        return self._wait(deadline)
-
-
-class _Tasks(Replies):
-    """The replies of coroutines, each a task whose result is an outcome, all of one loop."""
-
-    def _wait(self, deadline: float) -> list[Any]:
-        return run_sync(self._arrive(deadline), self.handles[0].get_loop())
-
-    async def _arrive(self, deadline: float) -> list[Any]:
-        loop = self.handles[0].get_loop()
-        if loop is not asyncio.get_running_loop():
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._arrive(deadline), loop))
-        try:
-            for coming in asyncio.as_completed(self.handles):
-                (await coming).value()
-        except asyncio.CancelledError:
-            for task in self.handles:
-                task.cancel()
-            await asyncio.wait(self.handles)
-            raise
-        return [task.result().value() for task in self.handles]
 
 
 class LocalWorkerGroup(WorkerGroup[W]):
@@ -122,20 +88,45 @@ class LocalWorkerGroup(WorkerGroup[W]):
         self._hosts.extend(built)
 
     def _send(self, call: Call, ranks: Sequence[int], answering: Sequence[int], deadline: float) -> Replies:
-        if not self._hosts:
-            raise WorkerDied(f"group {self.name!r} has been shut down", group=self.name, ranks=ranks)
+        self._check_open(ranks)
         heads = [CallHead(call.role, call.method, rank in answering) for rank in ranks]
-        if not call.is_awaited and not any(isinstance(future.replies, _Tasks) for future in call.upstream):
-            with self._turn:
-                outcomes = self._run(call, ranks, heads)
-            return _Done(outcomes, deadline, call.upstream)
-        answers = [self._answer(call, rank, head) for rank, head in zip(ranks, heads, strict=True)]
-        self._loop = running_loop() or driver_loop()
-        if self._loop is running_loop():
-            tasks = [self._loop.create_task(answer) for answer in answers]
-        else:
-            tasks = run_sync(_begun(answers), self._loop)
-        return _Tasks(tasks, deadline, call.upstream)
+        if call.is_awaited or any(isinstance(handle, asyncio.Task) for f in call.upstream for handle in f.handles):
+            answers = [self._answer(call, rank, head) for rank, head in zip(ranks, heads, strict=True)]
+            return self._begun(call, answers, deadline)
+        with self._turn:
+            outcomes = self._run(call, ranks, heads)
+
+        def values(until: float) -> list[Any]:
+            return [outcome.value() for outcome in outcomes]
+
+        async def arrive(until: float) -> list[Any]:
+            return values(until)
+
+        return Replies(outcomes, deadline, call.upstream, values, arrive)
+
+    def _begun(self, call: Call, answers: list[Coroutine[Any, Any, _Outcome]], deadline: float) -> Replies:
+        """The replies of coroutines, each a task of the caller's loop, or the driver's where the caller is on none."""
+
+        async def begin() -> list[asyncio.Task[_Outcome]]:
+            return [asyncio.ensure_future(answer) for answer in answers]
+
+        async def arrive(until: float) -> list[Any]:
+            if loop is not asyncio.get_running_loop():
+                return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(arrive(until), loop))
+            try:
+                for coming in asyncio.as_completed(tasks):
+                    (await coming).value()
+            except asyncio.CancelledError:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+                raise
+            return [task.result().value() for task in tasks]
+
+        here = running_loop()
+        loop = self._loop = here or driver_loop()
+        tasks = [here.create_task(answer) for answer in answers] if here else run_sync(begin(), loop)
+        return Replies(tasks, deadline, call.upstream, lambda until: run_sync(arrive(until), loop), arrive)
 
     def _run(self, call: Call, ranks: Sequence[int], heads: Sequence[CallHead]) -> list[_Outcome]:
         try:
@@ -162,8 +153,7 @@ class LocalWorkerGroup(WorkerGroup[W]):
             return _Outcome(error=error)
 
     async def _stream(self, call: Call, rank: int) -> AsyncGenerator[Any, None]:
-        if not self._hosts:
-            raise WorkerDied(f"group {self.name!r} has been shut down", group=self.name, ranks=[rank])
+        self._check_open([rank])
         self._loop = asyncio.get_running_loop()
         arguments = self._arguments(call, rank, {future: await future for future in call.upstream})
         async with aclosing(stream(self._hosts[rank], CallHead(call.role, call.method), *arguments)) as items:
@@ -180,6 +170,6 @@ class LocalWorkerGroup(WorkerGroup[W]):
 
         return [at_hand(value) for value in (*own, *call.args)], {k: at_hand(v) for k, v in call.kwargs.items()}
 
-
-async def _begun(coroutines: Sequence[Coroutine[Any, Any, _Outcome]]) -> list[asyncio.Task[_Outcome]]:
-    return [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    def _check_open(self, ranks: Sequence[int]) -> None:
+        if not self._hosts:
+            raise WorkerDied(f"group {self.name!r} has been shut down", group=self.name, ranks=ranks)

@@ -1,4 +1,4 @@
-"""Ground staked out in the Ray cluster: one placement group per node, held until released."""
+"""Places reserved in the Ray cluster: one placement group per node, held until released."""
 
 from __future__ import annotations
 
@@ -13,24 +13,30 @@ from typing import Any, Self
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from practicum.controller.cluster import cluster_id, ends_with_driver, ensure_ray
-from practicum.controller.nodes import could_hold, describe_nodes, living_nodes
+from practicum.controller.cluster import (
+    cluster_id,
+    could_hold,
+    describe_nodes,
+    ends_with_driver,
+    ensure_ray,
+    living_nodes,
+)
 from practicum.errors import CallError, ResourceError
 
 _LOOK_EVERY_S = 0.02
 
 
 @dataclass(slots=True)
-class Ground:
+class Reservation:
     """Places side by side on one node."""
 
-    reserved: PlacementGroup
+    group: PlacementGroup
     size: int
     is_held: bool = True
 
     def release(self) -> None:
         if self.is_held and ray.is_initialized():  # else it has gone with the cluster
-            remove_placement_group(self.reserved)
+            remove_placement_group(self.group)
         self.is_held = False
 
 
@@ -38,7 +44,7 @@ class Ground:
 class Place:
     """Room for a process of each group that shares the pool. `tenants` are those groups, with what they asked for."""
 
-    ground: Ground
+    reservation: Reservation
     bundle: int
     tenants: list[tuple[str, Mapping[str, float]]] = field(default_factory=list)
 
@@ -48,7 +54,7 @@ class RayResourcePool:
 
     The processes of one entry share a node; two entries may share one that is large enough. Up to
     `max_colocate_count` groups can use the pool at a time, in separate processes; each process gets that fraction.
-    `resources_per_process` adds other resources of Ray's, or asks for another number of CPUs. The ground is held until
+    `resources_per_process` adds other resources of Ray's, or asks for another number of CPUs. The places are held until
     `release` or the end of the `with` block; a `detached` pool even outlives its driver. If the driver has no Ray yet,
     `ray_cluster()` is entered for the rest of its life.
 
@@ -77,8 +83,8 @@ class RayResourcePool:
         self.max_colocate_count = max_colocate_count
         self.detached = detached
         self.bundle = bundle_of(use_gpu, accelerator_type, resources_per_process)
-        grounds = _reserve(process_on_nodes, self.bundle, detached, timeout_s)
-        self.places = [Place(ground, index) for ground in grounds for index in range(ground.size)]
+        reservations = _reserve(process_on_nodes, self.bundle, detached, timeout_s)
+        self.places = [Place(reservation, index) for reservation in reservations for index in range(reservation.size)]
         self.is_owner = True
 
     @property
@@ -87,10 +93,12 @@ class RayResourcePool:
 
     @property
     def process_on_nodes(self) -> list[int]:
-        return [len(list(places)) for _, places in itertools.groupby(self.places, key=lambda place: id(place.ground))]
+        return [
+            len(list(places)) for _, places in itertools.groupby(self.places, key=lambda place: id(place.reservation))
+        ]
 
     def sub_pool(self, ranks: Sequence[int]) -> RayResourcePool:
-        """Some places of this pool, as a pool. The ground stays with the pool that reserved it."""
+        """Some places of this pool, as a pool. They stay with the pool that reserved it."""
         if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(self.world_size)):
             raise CallError(f"ranks {list(ranks)} are not distinct ranks of a pool of {self.world_size}")
         return self._view([self.places[rank] for rank in ranks])
@@ -103,7 +111,7 @@ class RayResourcePool:
         return [self.sub_pool(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
     def merge(self, *others: RayResourcePool) -> RayResourcePool:
-        """This pool and others as one, their ranks one after another. Each keeps its own ground."""
+        """This pool and others as one, their ranks one after another. Each keeps its own reservation."""
         for other in others:
             if (other.bundle, other.max_colocate_count) != (self.bundle, self.max_colocate_count):
                 raise CallError(
@@ -116,11 +124,11 @@ class RayResourcePool:
         return self._view(places)
 
     def release(self) -> None:
-        """Give the ground back; workers still on it end. Does nothing for sub-pools and merged pools: they only look
-        at ground that other pools hold."""
+        """Give the places back; workers still on it end. Does nothing for sub-pools and merged pools: they only look
+        at places that other pools hold."""
         if self.is_owner:
-            for ground in self._grounds():
-                ground.release()
+            for reservation in self._reservations():
+                reservation.release()
 
     def share(self, resource: str) -> float:
         """How much of a resource one process gets."""
@@ -155,12 +163,12 @@ class RayResourcePool:
 
     @property
     def is_held(self) -> bool:
-        return self._cluster == cluster_id() and all(ground.is_held for ground in self._grounds())
+        return self._cluster == cluster_id() and all(reservation.is_held for reservation in self._reservations())
 
     def wait_until_whole(self, deadline: float) -> None:
-        """Wait until all of the ground is there: Ray moves what was on a lost node to another that has room."""
-        for ground in self._grounds():
-            if not _is_ready(ground, deadline):
+        """Wait until all places are there: Ray moves what was on a lost node to another that has room."""
+        for reservation in self._reservations():
+            if not _is_ready(reservation, deadline):
                 asked = _asked_and_there(self.process_on_nodes, self.bundle)
                 raise ResourceError(f"part of the pool was lost with its node, and no other has room for it: {asked}")
 
@@ -183,8 +191,8 @@ class RayResourcePool:
         view.is_owner = False
         return view
 
-    def _grounds(self) -> Iterator[Ground]:
-        return iter({id(place.ground): place.ground for place in self.places}.values())
+    def _reservations(self) -> Iterator[Reservation]:
+        return iter({id(place.reservation): place.reservation for place in self.places}.values())
 
 
 def _check(counts: Sequence[int], max_colocate_count: int, resources: Mapping[str, float], timeout_s: float) -> None:
@@ -200,9 +208,9 @@ def _check(counts: Sequence[int], max_colocate_count: int, resources: Mapping[st
         raise CallError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
 
 
-def _is_ready(ground: Ground, deadline: float) -> bool:
+def _is_ready(reservation: Reservation, deadline: float) -> bool:
     """Ray's own wait counts whole seconds and does not hear a Ctrl-C."""
-    while not ground.reserved.wait(0):
+    while not reservation.group.wait(0):
         if time.monotonic() > deadline:
             return False
         time.sleep(_LOOK_EVERY_S)
@@ -219,43 +227,42 @@ def bundle_of(
     return bundle
 
 
-def _reserve(counts: Sequence[int], bundle: dict[str, float], detached: bool, timeout_s: float) -> list[Ground]:
+def _reserve(counts: Sequence[int], bundle: dict[str, float], detached: bool, timeout_s: float) -> list[Reservation]:
     if not could_hold(counts, bundle):
         raise ResourceError(
             f"more asked for than the Ray cluster can hold: {_asked_and_there(counts, bundle)}. "
             "Lower the number of workers or add machines."
         )
     deadline = time.monotonic() + timeout_s
-    grounds: list[Ground] = []
+    reservations: list[Reservation] = []
     try:
         for count in counts:
             lifetime = "detached" if detached else None
             reserved = placement_group([bundle] * count, strategy="STRICT_PACK", lifetime=lifetime)
-            grounds.append(Ground(reserved, count))
-        for ground in grounds:
-            if not _is_ready(ground, deadline):
+            reservations.append(Reservation(reserved, count))
+        for reservation in reservations:
+            if not _is_ready(reservation, deadline):
                 raise ResourceError(
                     f"the Ray cluster did not free what was asked for within {timeout_s:g} s: "
                     f"{_asked_and_there(counts, bundle)}. Another job may hold it."
                 )
-        return _in_node_order(grounds)
+        return _in_node_order(reservations)
     except BaseException:
-        for ground in grounds:
-            ground.release()
+        for reservation in reservations:
+            reservation.release()
         raise
 
 
-def _in_node_order(grounds: list[Ground]) -> list[Ground]:
+def _in_node_order(reservations: list[Reservation]) -> list[Reservation]:
     """Each in its slot, but those of one size in the order of their nodes."""
     position = {node.id: index for index, node in enumerate(living_nodes())}
 
-    def node_of(ground: Ground) -> int:
-        return position[placement_group_table(ground.reserved)["bundles_to_node_id"][0]]
+    def node_of(reservation: Reservation) -> int:
+        return position[placement_group_table(reservation.group)["bundles_to_node_id"][0]]
 
-    of_size = {
-        size: iter(sorted((g for g in grounds if g.size == size), key=node_of)) for size in {g.size for g in grounds}
-    }
-    return [next(of_size[ground.size]) for ground in grounds]
+    in_order = sorted(reservations, key=node_of)
+    of_size = {size: iter([one for one in in_order if one.size == size]) for size in {one.size for one in in_order}}
+    return [next(of_size[one.size]) for one in reservations]
 
 
 def _asked_and_there(counts: Sequence[int], bundle: Mapping[str, float]) -> str:

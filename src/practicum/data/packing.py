@@ -23,7 +23,7 @@ from practicum.types import Sample
 def plan_micro_batches(
     lengths: Sequence[int], num_ranks: int, max_tokens: int, packing: bool = True
 ) -> list[list[list[int]]]:
-    """Indices by rank and micro-batch: about the fewest that, packed, stay within `max_tokens`, evenly filled.
+    """Return indices by rank and micro-batch: about the fewest that, packed, stay within `max_tokens`, evenly filled.
 
     Every rank gets the same number of micro-batches, since collectives inside them must pair up; when the samples
     do not go round, the last ones are empty.
@@ -43,7 +43,7 @@ def plan_micro_batches(
 
 
 def _spread(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Longest first, each into the bin with the fewest tokens: the sums come out nearly equal."""
+    """Put each, longest first, into the bin with the fewest tokens: the sums come out nearly equal."""
     heap = [(0, index) for index in range(num_bins)]
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -58,7 +58,7 @@ def _packed_tokens(lengths: Sequence[int], packing: bool) -> int:
 
 
 def fill_rows(lengths: Sequence[int], packing: bool = True) -> list[list[int]]:
-    """Indices of the sequences of each row; no row is longer than the longest sequence. Best fit, longest first."""
+    """Return the indices of the sequences in each row: best fit, longest first. No row is longer than the longest."""
     if not packing:
         return [[index] for index in range(len(lengths))]
     width = max(lengths, default=0)
@@ -79,7 +79,7 @@ def fill_rows(lengths: Sequence[int], packing: bool = True) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Packed rows, and for each learnt token where its prediction stands. A token is predicted one position before."""
+    """The rows of a micro-batch, and where each learnt token is predicted: one position before its own."""
 
     input_ids: NDArray[np.int64]  # [rows, width]
     starts: NDArray[np.int64]  # [samples] index into the flattened rows of each sample's first token
@@ -96,7 +96,7 @@ class MicroBatch:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """[samples], how many learnt tokens each has."""
+        """The number of learnt tokens of each of [samples]."""
         return np.bincount(self.sequences, minlength=len(self.starts))
 
 

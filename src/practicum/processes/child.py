@@ -20,8 +20,7 @@ from typing import Any
 
 import uvloop
 
-from practicum.processes.wire import Unpacker, packed, receive
-from practicum.processes.work import Limits
+from practicum.processes.work import Limits, Unpacker, packed, receive
 
 NOBODY = 0
 _NUMBER = struct.Struct("q")

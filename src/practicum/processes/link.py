@@ -13,8 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from practicum.errors import ProcessError
-from practicum.processes.wire import Unpacker, packed
-from practicum.processes.work import Limits, Work
+from practicum.processes.work import Limits, Unpacker, Work, packed
 
 _STOP_S = 5.0
 _READ_BYTES = 1 << 18

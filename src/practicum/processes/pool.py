@@ -21,8 +21,7 @@ from typing import Any, Literal
 
 from practicum.processes.child import NOBODY, Blackboard
 from practicum.processes.link import Line, ServerLink
-from practicum.processes.wire import packed
-from practicum.processes.work import Limits, Work
+from practicum.processes.work import Limits, Work, packed
 
 _MOST_LOSSES = 3
 _MOST_SERVER_STARTS = 5

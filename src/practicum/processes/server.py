@@ -26,8 +26,7 @@ from typing import Any, NoReturn
 import psutil
 
 from practicum.processes.child import Blackboard, described, serve
-from practicum.processes.wire import Unpacker, packed, receive
-from practicum.processes.work import Limits, Work
+from practicum.processes.work import Limits, Unpacker, Work, packed, receive
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MOST_FDS = 64

@@ -1,4 +1,4 @@
-"""A recording of routing as bytes: near its entropy, and refused when spoilt.
+"""A recording of routing as bytes: near its entropy, and refused when it is damaged.
 
     experts [tokens, layers, k]
        ├─ few combinations: the number of each row, a byte ── Huffman ─────────────────────┐
@@ -7,24 +7,203 @@
              ├─ the class of each row, a byte ── Huffman ──────────────────────────────────┤
              └─ the number of each row within its class, so many bits ─────────────────────┘
 
-Which layers are skewed is told from a sample of the tokens. Rows of all layers are coded together, so that there are
-many of each class. What each row takes: `combinations` for numbers of rows, `groups` for classes.
+    row ── renumbered, popular first ─▶ a class: 2 of group 0, 5 of group 1, 1 of group 2
+                                      └▶ a number within the class: which 2, which 5, which 1
+
+Which layers are skewed is estimated from some of the tokens. Rows of all layers are coded together, so that there are
+many of each class. All rows of a class are about equally likely, so the number takes as many bits as the class has
+rows, and the skew of the routing is in the classes. Those that hold too few rows to be worth a place of their own go to
+the class `ANY`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 import zlib
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from practicum.replay.bits import packed_size, slice_bits, unslice_bits
-from practicum.replay.combinations import BLOCK, Combinations, Ids, combinations_of, sort_columns
-from practicum.replay.groups import ANY, Groups, Word, group_sizes, most_groups
+from practicum.replay.combinations import (
+    BLOCK,
+    WORD_BITS,
+    Combinations,
+    Ids,
+    combinations_of,
+    packed_size,
+    slice_bits,
+    sort_columns,
+    unslice_bits,
+)
 from practicum.types import route_dtype
+
+ANY = 0  # the class of rows that are numbered as if there were no groups
+_MOST_KEYS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a row: `num` experts of one group, in the places from `place`."""
+
+    start: int  # of the group
+    size: int
+    place: int
+    num: int
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A word of a row: some groups' parts of it, as one number below `limit`."""
+
+    parts: tuple[Part, ...]
+    limit: int
+
+    @property
+    def bits(self) -> int:
+        return (self.limit - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of experts that are numbered by popularity, `sizes[0]` in the most popular one and so on."""
+
+    num_experts: int
+    k: int
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if sum(self.sizes) != self.num_experts or min(self.sizes) < 1 or len(self.sizes) > most_groups(self.k):
+            raise ValueError(f"groups of {self.sizes} for {self.k} of {self.num_experts} experts")
+
+    @functools.cached_property
+    def starts(self) -> tuple[int, ...]:
+        return (0, *accumulate(self.sizes[:-1]))
+
+    @property
+    def num_keys(self) -> int:
+        return int((self.k + 1) ** (len(self.sizes) - 1))
+
+    def keys(self, rows: Ids) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
+        """Return the key of each of [rows, k], in any order, and how many rows have each key.
+
+        A key counts the experts that are in a group or a later one, for each group but the first.
+        """
+        keys = np.empty(len(rows), np.uint16)
+        counts = np.zeros(self.num_keys, np.int64)
+        for start in range(0, len(rows), BLOCK):
+            columns = np.ascontiguousarray(rows[start : start + BLOCK].T)
+            key = np.zeros(columns.shape[1], np.uint16)
+            for least in reversed(self.starts[1:]):
+                key *= np.uint16(self.k + 1)
+                key += np.add.reduce((columns >= least).view(np.uint8), axis=0, dtype=np.uint8)
+            keys[start : start + BLOCK] = key
+            counts += np.bincount(key, minlength=self.num_keys)
+        return keys, counts
+
+    def nums(self, key: int) -> list[int]:
+        """Return how many experts of each group a key has. Raises ValueError for a key that no row has."""
+        beyond = [self.k]
+        for _ in self.sizes[1:]:
+            key, num = divmod(key, self.k + 1)
+            beyond.append(num)
+        nums = [a - b for a, b in pairwise([*beyond, 0])]
+        if key or not all(0 <= num <= size for num, size in zip(nums, self.sizes, strict=True)):
+            raise ValueError(f"no rows have {nums} of groups of {self.sizes}")
+        return nums
+
+    def can_number(self, key: int) -> bool:
+        """Return whether each group's part of such a row fits a word."""
+        ways = [math.comb(size, num) for size, num in zip(self.sizes, self.nums(key), strict=True)]
+        return max(ways) <= 1 << WORD_BITS
+
+    def words(self, key: int) -> tuple[Word, ...]:
+        """Return the words that number the rows of a key: as many groups to a word as fit."""
+        if not self.can_number(key):
+            raise ValueError(f"rows with {self.nums(key)} of groups of {self.sizes} are too many to number")
+        words: list[Word] = []
+        place = 0
+        for start, size, num in zip(self.starts, self.sizes, self.nums(key), strict=True):
+            part, ways = Part(start, size, place, num), math.comb(size, num)
+            if num and words and words[-1].limit * ways <= 1 << WORD_BITS:
+                words[-1] = Word((*words[-1].parts, part), words[-1].limit * ways)
+            elif num:
+                words.append(Word((part,), ways))
+            place += num
+        return tuple(words)
+
+    def number(self, word: Word, columns: list[Ids], number: NDArray[np.int64]) -> None:
+        """Write the numbers of sorted columns into `number`."""
+        number[:] = 0
+        radix = 1
+        for part in word.parts:
+            tables = _tables(self.num_experts, self.k, part.start)
+            within = columns[part.place].astype(np.int64)
+            within -= part.start
+            for j in range(1, part.num):
+                within += tables[j].take(columns[part.place + j])
+            number += within * radix if radix > 1 else within
+            radix *= math.comb(part.size, part.num)
+
+    def columns(self, word: Word, numbers: NDArray[np.int64], found: Ids) -> None:
+        """Write the experts that have these numbers into the columns of `found` [k, rows]."""
+        if (numbers >= word.limit).any():
+            raise ValueError("no row has such a number: the bytes are damaged")
+        numbering = combinations_of(self.num_experts, self.k)
+        for i, part in enumerate(word.parts):
+            rest = numbers
+            if i < len(word.parts) - 1:
+                radix = math.comb(part.size, part.num)
+                numbers = rest // radix
+                rest = rest - numbers * radix
+            for j, column in enumerate(numbering.columns(rest, part.num)):
+                found[part.place + j] = column
+            found[part.place : part.place + part.num] += found.dtype.type(part.start)
+
+
+@functools.lru_cache(maxsize=64)
+def _tables(num_experts: int, k: int, start: int) -> NDArray[np.int64]:
+    """Return what an expert adds to a number as the j-th of the group that begins there, [j, experts]."""
+    tables = np.zeros((k, num_experts), np.int64)
+    for j, table in enumerate(tables):
+        table[start:] = combinations_of(num_experts, k).table(j)[: num_experts - start]
+    return tables
+
+
+def most_groups(k: int) -> int:
+    """Return the most groups for which a key fits 16 bits, and the number of a row's experts in a group a byte."""
+    return 1 + int(math.log(_MOST_KEYS, k + 1) + 1e-9) if k < 256 else 1
+
+
+def group_sizes(popularity: NDArray[np.float64], num_groups: int) -> tuple[int, ...]:
+    """Return the sizes of the groups that are each most even within, of experts in descending popularity.
+
+    A group of n experts that get a share p costs p * log2(n / p) bits a row; the least total is found group by group.
+    """
+    num = len(popularity)
+    ends = np.unique(np.round(np.geomspace(1, num, 40)).astype(np.int64))
+    bounds = np.concatenate([[0], ends])
+    share = np.concatenate([[0.0], np.cumsum(popularity)])[bounds]
+    sizes = bounds[None, :] - bounds[:, None]
+    shares = np.maximum(share[None, :] - share[:, None], 1e-9)
+    cost = np.where(sizes > 0, shares * np.log2(np.maximum(sizes, 1) / shares), np.inf)
+    least = [cost[0]]
+    came: list[NDArray[np.int64]] = []
+    for _ in range(num_groups - 1):
+        total = least[-1][:, None] + cost
+        came.append(total.argmin(axis=0))
+        least.append(total.min(axis=0))
+    best = int(np.argmin([costs[-1] for costs in least]))
+    at, found = len(bounds) - 1, [num]
+    for g in reversed(range(best)):
+        at = int(came[g][at])
+        found.append(int(bounds[at]))
+    found.append(0)
+    return tuple(a - b for a, b in pairwise(found))[::-1]
+
 
 __all__ = ["Combinations", "Ids", "combinations_of", "decode_routes", "encode_routes"]
 
@@ -41,7 +220,10 @@ _CHECK_BYTES = 4
 
 
 def encode_routes(experts: Ids, num_experts: int) -> bytes:
-    """Of [tokens, layers, k], ascending in each row. Raises ValueError for a row that is not k of the experts."""
+    """Return the code of [tokens, layers, k], ascending in each row.
+
+    Raises ValueError for a row that is not k of the experts.
+    """
     num_tokens, num_layers, k = experts.shape
     codec = combinations_of(num_experts, k)
     experts = _checked(experts, num_experts)
@@ -59,11 +241,11 @@ def encode_routes(experts: Ids, num_experts: int) -> bytes:
 
 
 def decode_routes(data: bytes | memoryview, num_tokens: int, num_layers: int, k: int, num_experts: int) -> Ids:
-    """[tokens, layers, k]. Raises ValueError for bytes that `encode_routes` cannot have made of such an array."""
+    """Return [tokens, layers, k]. Raises ValueError for bytes that `encode_routes` cannot have made of such."""
     view = memoryview(data)
     body = view[1:-_CHECK_BYTES]
     if len(view) <= _CHECK_BYTES or zlib.crc32(view[:-_CHECK_BYTES]) != int.from_bytes(view[-_CHECK_BYTES:], "little"):
-        raise ValueError(f"{len(view)} bytes of routes are spoilt: their check sum is not theirs")
+        raise ValueError(f"{len(view)} bytes of routes are damaged: their check sum is not theirs")
     codec = combinations_of(num_experts, k)
     if view[0] == _FEW and codec.num <= _FEW_COMBINATIONS:
         return _decode_few(body, codec, num_tokens, num_layers)
@@ -75,7 +257,7 @@ def decode_routes(data: bytes | memoryview, num_tokens: int, num_layers: int, k:
 
 
 def _checked(experts: Ids, num_experts: int) -> Ids:
-    """As the type of routes, in one piece."""
+    """Return experts that have been checked, in the type of routes and in one piece."""
     k = experts.shape[-1]
     flat = np.ascontiguousarray(experts).reshape(-1)
     for start in range(0, len(flat), k * BLOCK):
@@ -110,7 +292,7 @@ def _encode_few(experts: Ids, codec: Combinations) -> bytes:
 def _decode_few(body: memoryview, codec: Combinations, num_tokens: int, num_layers: int) -> Ids:
     numbers = _unhuffman(body, num_layers * num_tokens).reshape(num_layers, num_tokens)
     if numbers.size and numbers.max() >= codec.num:
-        raise ValueError("no row has such a number: the bytes are spoilt")
+        raise ValueError("no row has such a number: the bytes are damaged")
     every = np.stack(codec.columns(np.arange(codec.num), codec.k), axis=1).astype(route_dtype(codec.num_experts))
     return every.take(np.ascontiguousarray(numbers.T), axis=0)
 
@@ -120,7 +302,7 @@ def _decode_few(body: memoryview, codec: Combinations, num_tokens: int, num_laye
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What the rows of skewed layers were coded with."""
+    """The groups and classes that the rows of skewed layers are coded with."""
 
     skewed: NDArray[np.bool_]  # [layers]
     groups: Groups
@@ -142,13 +324,13 @@ class _Head:
         keys = np.frombuffer(reader.take(2 * num_keys), "<u2").tolist()
         group_of = np.frombuffer(reader.rest(), np.uint8)
         if (flags > 1).any() or group_of.size != flags.sum() * num_experts:
-            raise ValueError("the groups of experts are spoilt")
+            raise ValueError("the groups of experts are damaged")
         return cls(
             flags.astype(np.bool_), Groups(num_experts, k, tuple(sizes)), tuple(keys), group_of.reshape(-1, num_experts)
         )
 
     def popular_first(self) -> NDArray[np.int64]:
-        """[skewed layers, experts]: the experts by group."""
+        """Return the experts by group, [skewed layers, experts]."""
         found = np.argsort(self.group_of, axis=1, kind="stable")
         for groups in self.group_of:
             if tuple(np.bincount(groups, minlength=len(self.groups.sizes))) != self.groups.sizes:
@@ -161,7 +343,7 @@ class _Head:
 
 
 def _skewed_layers(experts: Ids, num_experts: int) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
-    """Which layers are worth their groups, and how often a row has each expert, [layers, experts]."""
+    """Return which layers are worth their groups, and how often a row has each expert, [layers, experts]."""
     num_tokens, num_layers, k = experts.shape
     sample = experts[:: max(1, num_tokens // _SAMPLE_TOKENS)]
     places = sample + (np.arange(num_layers, dtype=np.int64) * num_experts)[:, None]
@@ -209,7 +391,7 @@ def _encode_grouped(
 
 
 def _choose_groups(popularity: NDArray[np.float64], k: int, num_rows: int) -> tuple[Groups, NDArray[np.uint8]]:
-    """Of one set of sizes for all layers, and the group of each expert, [layers, experts]."""
+    """Return groups of the same sizes for all layers, and the group of each expert, [layers, experts]."""
     wanted = min(4 if num_rows >= _MANY_ROWS else 3, most_groups(k))
     sizes = group_sizes(np.sort(popularity, axis=1)[:, ::-1].mean(axis=0), wanted)
     by_rank = np.repeat(np.arange(len(sizes), dtype=np.uint8), sizes)
@@ -219,7 +401,7 @@ def _choose_groups(popularity: NDArray[np.float64], k: int, num_rows: int) -> tu
 
 
 def _choose_classes(groups: Groups, counts: NDArray[np.int64]) -> tuple[tuple[int, ...], NDArray[np.uint8]]:
-    """The keys that get a class of their own, and the class of every key."""
+    """Return the keys that get a class of their own, and the class of every key."""
     least = min(_LEAST_ROWS, _LEAST_SHARE * counts.sum())
     often = [key for key in np.argsort(-counts, kind="stable").tolist() if counts[key] >= max(least, 1)]
     keys = tuple(key for key in often if groups.can_number(key))[:_MOST_CLASSES]
@@ -248,7 +430,7 @@ def _decode_grouped(body: memoryview, codec: Combinations, num_tokens: int, num_
     classes = _unhuffman(reader.take(named_size), num_skewed * num_tokens)
     counts = np.bincount(classes, minlength=len(head.keys) + 1).tolist()
     if len(counts) > len(head.keys) + 1:
-        raise ValueError("a row has a class that is not known: the bytes are spoilt")
+        raise ValueError("a row has a class that is not known: the bytes are damaged")
     rows: Ids = np.empty((len(classes), k), route_dtype(num_experts))
     at = counts[ANY]
     for key, count in zip(head.keys, counts[1:], strict=True):
@@ -270,7 +452,7 @@ def _decode_grouped(body: memoryview, codec: Combinations, num_tokens: int, num_
 
 
 def _whole(rows: Ids) -> NDArray[np.void]:
-    """Of [..., k]: each row as one item, which is moved at once and not expert by expert."""
+    """Return [..., k] with each row as one item, which is moved at once and not expert by expert."""
     return rows.view(f"V{rows.shape[-1] * rows.itemsize}")[..., 0]
 
 
@@ -306,7 +488,10 @@ class _Reader:
 
 
 def _huffman(symbols: NDArray[np.uint8]) -> bytes:
-    """Of [layers, rows]. Layers have codes of their own if there are enough rows to pay for their tables."""
+    """Return the Huffman code of [layers, rows].
+
+    Layers have codes of their own if there are enough rows to pay for their tables.
+    """
     packer = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, 9, zlib.Z_HUFFMAN_ONLY)
     together = max(1, _LEAST_SYMBOLS // max(symbols.shape[1], 1))
     found = []
@@ -329,7 +514,7 @@ def _inflate(data: memoryview, most: int, window: int) -> bytes:
     try:
         found = unpacker.decompress(data, most + 1)
     except zlib.error as error:
-        raise ValueError(f"the bytes are spoilt: {error}") from error
+        raise ValueError(f"the bytes are damaged: {error}") from error
     if not unpacker.eof or unpacker.unused_data:
-        raise ValueError("the bytes are spoilt: they end too early or too late")
+        raise ValueError("the bytes are damaged: they end too early or too late")
     return found

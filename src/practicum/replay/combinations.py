@@ -6,6 +6,11 @@ A sorted combination a < b < c ... has the number C(a, 1) + C(b, 2) + C(c, 3) + 
 combination. The order in which a router names its experts is not kept: their weights are computed anew in replay.
 
 Numbers of more than 62 bits go in two words. Everything works on whole columns, in blocks that stay in the cache.
+
+Numbers of so many bits each are written without gaps, in ceil(num * bits / 8) bytes:
+
+    pack_bits    end to end: 64 numbers begin and end with a byte, so that such pieces can be cut out and joined
+    slice_bits   the lowest 32 bits of all, then the next 16, then 8, then what is over: quicker for few numbers
 """
 
 from __future__ import annotations
@@ -19,8 +24,115 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from practicum.replay.bits import pack_bits, packed_size, unpack_bits
 from practicum.types import route_dtype
+
+_CHUNK = 1 << 15  # numbers: what is shuffled at once stays in the cache
+_SLICES = ((32, "<u4"), (16, "<u2"), (8, "u1"))
+
+
+def packed_size(num: int, bits: int) -> int:
+    return -(-num * bits // 8)
+
+
+def pack_bits(numbers: NDArray[np.int64], bits: int) -> bytes:
+    """Pack numbers end to end.
+
+    64 of them fill `bits` words exactly: so the i-th of every 64 goes to the same place, for all at once.
+    """
+    chunks = [_pack_chunk(numbers[at : at + _CHUNK].view(np.uint64), bits) for at in range(0, len(numbers), _CHUNK)]
+    return b"".join(chunks)[: packed_size(len(numbers), bits)]
+
+
+def unpack_bits(data: memoryview, num: int, bits: int) -> NDArray[np.int64]:
+    numbers = np.empty(num, np.uint64)
+    size = packed_size(_CHUNK, bits)
+    for i, at in enumerate(range(0, num, _CHUNK)):
+        _unpack_chunk(data[i * size : (i + 1) * size], bits, numbers[at : at + _CHUNK])
+    return numbers.view(np.int64)
+
+
+def _pack_chunk(numbers: NDArray[np.uint64], bits: int) -> bytes:
+    groups = -(-len(numbers) // 64)
+    whole = np.zeros(groups * 64, np.uint64)
+    whole[: len(numbers)] = numbers
+    columns = np.ascontiguousarray(whole.reshape(groups, 64).T)
+    words = np.zeros((bits, groups), np.uint64)
+    for i, column in enumerate(columns):
+        word, shift = divmod(i * bits, 64)
+        words[word] |= column << np.uint64(shift)
+        if shift + bits > 64:
+            words[word + 1] |= column >> np.uint64(64 - shift)
+    return words.T.astype("<u8", order="C").tobytes()
+
+
+def _unpack_chunk(data: memoryview, bits: int, found: NDArray[np.uint64]) -> None:
+    groups = -(-len(found) // 64)
+    filled = np.zeros(groups * bits, "<u8")
+    filled.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
+    words = filled.reshape(groups, bits).T.astype(np.uint64, order="C")
+    numbers = np.empty((64, groups), np.uint64)
+    mask = np.uint64((1 << bits) - 1)
+    for i in range(64):
+        word, shift = divmod(i * bits, 64)
+        np.right_shift(words[word], np.uint64(shift), out=numbers[i])
+        if shift + bits > 64:
+            numbers[i] |= words[word + 1] << np.uint64(64 - shift)
+    numbers &= mask
+    found[:] = np.ascontiguousarray(numbers.T).reshape(-1)[: len(found)]
+
+
+def slice_bits(numbers: NDArray[np.int64], bits: int) -> bytes:
+    found = []
+    for width, dtype in _SLICES:
+        if bits & width:
+            found.append(numbers.astype(dtype).tobytes())
+            numbers = numbers >> width
+    over = bits % 8
+    if over:
+        lasts = np.zeros(-(-len(numbers) // 8) * 8, np.uint8)
+        lasts[: len(numbers)] = numbers
+        eights = lasts.view("<u8").astype(np.uint64, copy=False)
+        for shift, lower, upper in _squeezes(over):
+            eights = (eights & lower) | ((eights >> shift) & upper)
+        squeezed = eights.astype("<u8", copy=False).view(np.uint8).reshape(-1, 8)[:, :over]
+        found.append(squeezed.tobytes()[: packed_size(len(numbers), over)])
+    return b"".join(found)
+
+
+def unslice_bits(data: memoryview, num: int, bits: int) -> NDArray[np.int64]:
+    found = np.zeros(num, np.int64)
+    above = 0
+    for width, dtype in _SLICES:
+        if bits & width:
+            size = num * width // 8
+            found |= np.frombuffer(data[:size], dtype).astype(np.int64) << above
+            data, above = data[size:], above + width
+    over = bits % 8
+    if over:
+        groups = -(-num // 8)
+        squeezed = np.zeros(groups * over, np.uint8)
+        squeezed[: len(data)] = np.frombuffer(data, np.uint8)
+        spread = np.zeros((groups, 8), np.uint8)
+        spread[:, :over] = squeezed.reshape(groups, over)
+        eights = spread.view("<u8").reshape(-1).astype(np.uint64, copy=False)
+        for shift, lower, upper in reversed(_squeezes(over)):
+            eights = (eights & lower) | ((eights & upper) << shift)
+        found |= eights.astype("<u8", copy=False).view(np.uint8)[:num].astype(np.int64) << above
+    return found
+
+
+@functools.cache
+def _squeezes(over: int) -> tuple[tuple[np.uint64, np.uint64, np.uint64], ...]:
+    """Return the steps that squeeze eight bytes with `over` bits each: to neighbours, then two pairs, then two fours.
+
+    Each step: how far the upper ones come down, the bits of the lower ones, and those of the upper ones then.
+    """
+    steps = []
+    for num in (1, 2, 4):
+        lower = sum(((1 << num * over) - 1) << at for at in range(0, 64, 16 * num))
+        steps.append((np.uint64(num * (8 - over)), np.uint64(lower), np.uint64(lower << num * over)))
+    return tuple(steps)
+
 
 Ids = NDArray[np.unsignedinteger[Any]]
 Mask = NDArray[np.bool_]
@@ -35,7 +147,7 @@ _ONE = 1023 << _CELL_BITS  # the cell of 1.0
 
 
 class Combinations:
-    """Those of `k` among `num_experts`. Made once and kept: see `combinations_of`."""
+    """The combinations of `k` among `num_experts`. They are made once and kept: see `combinations_of`."""
 
     def __init__(self, num_experts: int, k: int) -> None:
         if not 1 <= k <= num_experts <= 1 << 16:
@@ -57,7 +169,7 @@ class Combinations:
         self._guesses = [_Guesses(row, least=j) for j, row in enumerate(whole)]
 
     def encode(self, experts: Ids) -> bytes:
-        """Of [rows, k]. Raises ValueError for a row that is no combination."""
+        """Return the code of [rows, k]. Raises ValueError for a row that is no combination."""
         parts = [self._numbers(experts[start : start + BLOCK], start) for start in range(0, len(experts), BLOCK)]
         words = zip(*parts, strict=True) if parts else [()] * len(self.widths)
         return b"".join(
@@ -66,7 +178,7 @@ class Combinations:
         )
 
     def decode(self, data: bytes | memoryview, num_rows: int) -> Ids:
-        """[rows, k], each row in ascending order. Raises ValueError for bytes that `encode` cannot have made."""
+        """Return [rows, k], ascending in each row. Raises ValueError for bytes that `encode` cannot have made."""
         if len(data) != self.size(num_rows):
             raise ValueError(f"{len(data)} bytes for {num_rows} rows, which take {self.size(num_rows)}")
         view = memoryview(data)
@@ -81,12 +193,12 @@ class Combinations:
         return found
 
     def table(self, j: int) -> NDArray[np.int64]:
-        """What an expert in the j-th place adds to a number of one word."""
+        """Return what an expert in the j-th place adds to a number of one word."""
         table: NDArray[np.int64] = self._one_word[j]
         return table
 
     def columns(self, numbers: NDArray[np.int64], num: int) -> list[NDArray[np.int64]]:
-        """The combinations of `num` experts that have these numbers, which fit one word."""
+        """Return the combinations of `num` experts that have these numbers, which fit one word."""
         rest, found = numbers, []
         for j in reversed(range(1, num)):
             expert = self._guesses[j](rest.astype(np.float64))
@@ -98,11 +210,11 @@ class Combinations:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Bits of each word of a number."""
+        """The bits of each word of a number."""
         return (_LOW_BITS, self.bits - _LOW_BITS) if self._in_two else (self.bits,)
 
     def size(self, num_rows: int) -> int:
-        """Bytes of so many rows."""
+        """Return the bytes that so many rows take."""
         return sum(packed_size(num_rows, width) for width in self.widths)
 
     def _numbers(self, experts: Ids, first: int) -> tuple[NDArray[np.int64], ...]:
@@ -126,10 +238,10 @@ class Combinations:
         return low & ((1 << _LOW_BITS) - 1), high
 
     def _experts(self, words: list[NDArray[np.int64]], found: Ids) -> None:
-        """From the last expert down: the largest one whose own number is not above what is left."""
+        """Write the experts of numbers: from the last down, the largest whose own number is not above what is left."""
         rest = [word.copy() for word in words]
         if self._are_beyond(rest).any():
-            raise ValueError(f"no {self.k} of {self.num_experts} experts have such a number: the bytes are spoilt")
+            raise ValueError(f"no {self.k} of {self.num_experts} experts have such a number: the bytes are damaged")
         for j in reversed(range(self.k)):
             expert = self._guesses[j](self._as_float(rest))
             for _ in range(self._guesses[j].most_steps):
@@ -150,7 +262,7 @@ class Combinations:
         return rest[1].astype(np.float64) * float(1 << _LOW_BITS) + rest[0]
 
     def _reaches(self, j: int, expert: NDArray[np.int64], rest: list[NDArray[np.int64]]) -> Mask:
-        """Whether what is left is at least the number of an expert there."""
+        """Return whether what is left is at least the number of an expert there."""
         reaches: Mask = self._low[j].take(expert) <= rest[0]
         if self._in_two:
             high = self._high[j].take(expert)
@@ -167,7 +279,7 @@ class Combinations:
 
 
 class _Guesses:
-    """For a number as a float: an expert that is not too large, and at most `most_steps` too small.
+    """A table that gives for a number, as a float, an expert that is not too large, and at most `most_steps` too small.
 
     The first bits of a float, exponent and some of the fraction, name a cell of numbers that are nearly equal. The
     smallest expert that can stand in this place is `least`.
@@ -198,7 +310,7 @@ def combinations_of(num_experts: int, k: int) -> Combinations:
 
 
 def sort_columns(rows: Ids) -> list[Ids]:
-    """The columns of [rows, k] with each row in ascending order."""
+    """Return the columns of [rows, k] with each row in ascending order."""
     columns: list[Ids] = list(np.ascontiguousarray(rows.T))
     for a, b in _sorting_network(rows.shape[1]):
         columns[a], columns[b] = np.minimum(columns[a], columns[b]), np.maximum(columns[a], columns[b])
@@ -211,7 +323,7 @@ def _sorting_network(size: int) -> tuple[tuple[int, int], ...]:
 
 
 def _in_turn(size: int) -> Iterator[tuple[int, int]]:
-    """Which places to put in order, one pair after the other (Batcher's merge of odds and evens)."""
+    """Yield the pairs of places to put in order, one after the other (Batcher's merge of odds and evens)."""
     p = 1
     while p < size:
         q = p

@@ -12,14 +12,17 @@ length is believed before the checksum over it has been found right.
 from __future__ import annotations
 
 import json
+import os
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from practicum.errors import ReplayError
 from practicum.types import route_dtype
 
 MAGIC = b"PRACROUT"
@@ -35,13 +38,13 @@ CHUNK_HEAD_BYTES = _CHUNK_HEAD.size + _CHECKSUM.size
 PLAIN, DEFLATED, CODED_ROUTES = 0, 1, 2  # how a section is coded
 
 
-class Spoilt(ValueError):
-    """Bytes that cannot have been written so. Who knows the file and the place makes a ReplayError of it."""
+class Damaged(ValueError):
+    """Bytes cannot have been written so. Who knows the file and the place makes a ReplayError of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordingHeader:
-    """What a recording was made with. Two models whose headers agree can use each other's routes."""
+    """The facts that a recording was made with. Two models whose headers agree can use each other's routes."""
 
     model: str  # a fingerprint, such as qwen3_moe-1f2e3d4c
     layers: tuple[int, ...]  # that route, by their indices in the whole model
@@ -65,7 +68,7 @@ class RecordingHeader:
         return route_dtype(self.num_experts)
 
     def differences(self, other: RecordingHeader) -> list[str]:
-        """Why routes recorded with this one cannot be used where the other holds: both sides of each."""
+        """Return why routes recorded with this one cannot be used where the other holds: both sides of each reason."""
         named = [
             ("model", self.model, other.model),
             ("tokenizer", self.tokenizer, other.tokenizer),
@@ -89,28 +92,28 @@ def header_bytes(header: RecordingHeader) -> bytes:
 
 
 def read_header(start: bytes) -> tuple[RecordingHeader, int] | None:
-    """The header and its size, from the first bytes of a file; None if they end before it does."""
+    """Return the header and its size, from the first bytes of a file; None if they end before it does."""
     if not MAGIC.startswith(start[: len(MAGIC)]):
-        raise Spoilt("it does not begin as a recording does")
+        raise Damaged("it does not begin as a recording does")
     if len(start) < _FILE_HEAD.size:
         return None
     _, version, length = _FILE_HEAD.unpack_from(start)
     size = _FILE_HEAD.size + length + _CHECKSUM.size
     if length > MOST_HEADER_BYTES:
-        raise Spoilt("its header is spoilt (an impossible length)")
+        raise Damaged("its header is damaged (an impossible length)")
     if len(start) < size:
         return None
     head = start[: size - _CHECKSUM.size]
     if _CHECKSUM.unpack_from(start, len(head)) != (zlib.crc32(head),):
-        raise Spoilt("its header is spoilt (wrong checksum)")
+        raise Damaged("its header is damaged (wrong checksum)")
     if version != VERSION:
-        raise Spoilt(f"it is of version {version} of the format, which this version of Practicum cannot read")
+        raise Damaged(f"it is of version {version} of the format, which this version of Practicum cannot read")
     try:
         tree = json.loads(head[_FILE_HEAD.size :])
         del tree["dtype"]  # follows from the number of experts
         return RecordingHeader(**tree | {"layers": tuple(tree["layers"])}), size
     except (ValueError, TypeError, KeyError) as error:
-        raise Spoilt(f"its header makes no sense ({error})") from error
+        raise Damaged(f"its header makes no sense ({error})") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +129,13 @@ class ChunkHead:
 
     @property
     def size(self) -> int:
-        """Of the whole chunk."""
+        """The size of the whole chunk."""
         return CHUNK_HEAD_BYTES + self.index_bytes + self.payload_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SampleEntry:
-    """What the index says of a sample."""
+    """A sample as the index describes it."""
 
     id: str
     step: int
@@ -160,7 +163,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """All of a chunk but the payload."""
+    """A chunk without its payload."""
 
     head: ChunkHead
     samples: tuple[SampleEntry, ...]
@@ -177,14 +180,14 @@ class Chunk:
 
 
 def section_bytes(raw: bytes, compress: bool) -> tuple[int, int, bytes]:
-    """Its coding, its size before and the coded bytes: compressed where asked for and where that is shorter."""
+    """Return the coding, the size before and the coded bytes: compressed where asked for and where that is shorter."""
     if compress and len(packed := zlib.compress(raw, 1)) < len(raw):
         return DEFLATED, len(raw), packed
     return PLAIN, len(raw), raw
 
 
 def section_content(section: Section, coded: bytes) -> bytes:
-    """What was given to `section_bytes`. Never makes more bytes than the section says it has."""
+    """Return what was given to `section_bytes`; never more bytes than the section says it has."""
     if section.coding == PLAIN:
         raw = coded
     elif section.coding == DEFLATED:
@@ -192,11 +195,11 @@ def section_content(section: Section, coded: bytes) -> bytes:
         try:
             raw = unpacking.decompress(coded, section.raw_size) if section.raw_size else b""
         except zlib.error as error:
-            raise Spoilt(str(error)) from error
+            raise Damaged(str(error)) from error
     else:
-        raise Spoilt(f"coding {section.coding} is unknown")
+        raise Damaged(f"coding {section.coding} is unknown")
     if len(raw) != section.raw_size:
-        raise Spoilt(f"{len(raw)} bytes instead of {section.raw_size}")
+        raise Damaged(f"{len(raw)} bytes instead of {section.raw_size}")
     return raw
 
 
@@ -220,21 +223,21 @@ def chunk_bytes(
 
 
 def read_chunk_head(data: bytes, offset: int) -> ChunkHead:
-    """From the bytes at that place of a file; `Spoilt` if no chunk begins there."""
+    """Return the head in the bytes at that place of a file. Raises `Damaged` if no chunk begins there."""
     if len(data) != CHUNK_HEAD_BYTES or not data.startswith(CHUNK_MAGIC):
-        raise Spoilt("no chunk begins here")
+        raise Damaged("no chunk begins here")
     (checksum,) = _CHECKSUM.unpack_from(data, _CHUNK_HEAD.size)
     if checksum != zlib.crc32(data[: _CHUNK_HEAD.size]):
-        raise Spoilt("the head of the chunk is spoilt (wrong checksum)")
+        raise Damaged("the head of the chunk is damaged (wrong checksum)")
     _, own, written_ns, payload_bytes, number, index_bytes, index_checksum = _CHUNK_HEAD.unpack_from(data)
     if own != offset:
-        raise Spoilt(f"the chunk here belongs at byte {own}")
+        raise Damaged(f"the chunk here belongs at byte {own}")
     return ChunkHead(own, written_ns, payload_bytes, number, index_bytes, index_checksum)
 
 
 def read_chunk(head: ChunkHead, index: bytes) -> Chunk:
     if len(index) != head.index_bytes or zlib.crc32(index) != head.index_checksum:
-        raise Spoilt("its index is spoilt (wrong checksum)")
+        raise Damaged("its index is damaged (wrong checksum)")
     try:
         tree = json.loads(index)
         samples = tuple(SampleEntry(*entry) for entry in tree["samples"])
@@ -244,9 +247,121 @@ def read_chunk(head: ChunkHead, index: bytes) -> Chunk:
             sections[name] = Section(name, coding, start, size, raw_size, checksum)
             start += size
     except (ValueError, TypeError, KeyError) as error:
-        raise Spoilt(f"its index makes no sense ({error})") from error
+        raise Damaged(f"its index makes no sense ({error})") from error
     lengths = [n for entry in samples for n in (entry.num_prompt, entry.num_answer)]
     lengths += [n for section in sections.values() for n in (section.size, section.raw_size)]
     if not all(type(n) is int and n >= 0 for n in lengths) or start != head.payload_bytes:
-        raise Spoilt("its index makes no sense (impossible lengths)")
+        raise Damaged("its index makes no sense (impossible lengths)")
     return Chunk(head, samples, sections, tree.get("anew_from"))
+
+
+_SEARCHED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LostBytes:
+    """A part of a file in which nothing can be read."""
+
+    offset: int
+    size: int
+    reason: str
+
+
+class ChunkFile:
+    """The chunks of a file, read from a descriptor that is its owner's to close."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self.header, self.end = self._read_header()  # and `end` then moves on, past the last whole chunk
+        self.chunks: list[Chunk] = []
+        self.lost: list[LostBytes] = []
+        self.unfinished: LostBytes | None = None  # after `end`
+        self.next_number = 0
+        self.refresh()
+
+    def refresh(self) -> list[Chunk]:
+        """Return the chunks that have been added since the last time."""
+        new: list[Chunk] = []
+        file_size = self._size()
+        self.unfinished = None
+        while (at := self.end) < file_size:
+            try:
+                head = self._head_at(at, file_size)
+            except Damaged as error:
+                following = self._next_head(at + 1, file_size)
+                if following is None:  # maybe there will be one later: looked for again the next time
+                    self.unfinished = LostBytes(at, file_size - at, str(error))
+                    break
+                self.lost.append(LostBytes(at, following - at, str(error)))
+                self.end = following
+                continue
+            if head is None or at + head.size > file_size:
+                self.unfinished = LostBytes(at, file_size - at, "")
+                break
+            try:
+                new.append(read_chunk(head, self._read(at + CHUNK_HEAD_BYTES, head.index_bytes)))
+            except Damaged as error:
+                self.lost.append(LostBytes(at, head.size, f"chunk {head.number}: {error}"))
+            self.end += head.size
+            self.next_number = head.number + 1
+        self.chunks += new
+        return new
+
+    def section(self, chunk: Chunk, name: str) -> bytes:
+        """Return the coded bytes of a section. Raises `Damaged` if their checksum is wrong."""
+        section = chunk.sections.get(name)
+        if section is None:
+            raise Damaged(f"there is no section {name!r}")
+        data = self._read(chunk.payload_offset + section.start, section.size)
+        if len(data) != section.size or zlib.crc32(data) != section.checksum:
+            raise Damaged(f"the section {name!r} has the wrong checksum")
+        return data
+
+    def error(self, chunk: Chunk, reason: Damaged) -> ReplayError:
+        """Return the error to raise for a reader."""
+        where = f"{self.path}: chunk {chunk.head.number}, at byte {chunk.head.offset}"
+        return ReplayError(f"{where}, is damaged: {reason}. `practicum routes verify` tells what is whole.")
+
+    def _read_header(self) -> tuple[RecordingHeader, int]:
+        try:
+            found = read_header(self._read(0, MOST_HEADER_BYTES + CHUNK_HEAD_BYTES))
+            if found is None:
+                raise Damaged("it ends before its header does")
+        except Damaged as error:
+            raise ReplayError(f"{self.path} cannot be used: {error}.") from error
+        return found
+
+    def _head_at(self, at: int, file_size: int) -> ChunkHead | None:
+        """Return the head of a chunk; None if the file ends before the head does."""
+        data = self._read(at, CHUNK_HEAD_BYTES)
+        if at + CHUNK_HEAD_BYTES > file_size and CHUNK_MAGIC.startswith(data[: len(CHUNK_MAGIC)]):
+            return None
+        return read_chunk_head(data, at)
+
+    def _next_head(self, at: int, file_size: int) -> int | None:
+        """Return where the next chunk begins whose head is right."""
+        while at + CHUNK_HEAD_BYTES <= file_size:
+            block = self._read(at, _SEARCHED_BYTES)
+            found = block.find(CHUNK_MAGIC)
+            if found < 0:
+                at += max(1, len(block) - len(CHUNK_MAGIC) + 1)
+                continue
+            try:
+                read_chunk_head(self._read(at + found, CHUNK_HEAD_BYTES), at + found)
+                return at + found
+            except Damaged:
+                at += found + 1
+        return None
+
+    def _size(self) -> int:
+        try:
+            return os.fstat(self._descriptor).st_size
+        except OSError as error:
+            raise ReplayError(f"{self.path} cannot be read: {error.strerror}.") from error
+
+    def _read(self, at: int, size: int) -> bytes:
+        try:
+            return os.pread(self._descriptor, min(size, max(0, self._size() - at)), at)
+        except OSError as error:
+            raise ReplayError(f"{self.path} cannot be read: {error.strerror}.") from error

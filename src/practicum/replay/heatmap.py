@@ -19,7 +19,7 @@ _WARM = np.array([(245, 245, 240), (236, 146, 92), (165, 20, 38)], np.float64)
 
 
 def draw_heatmap(load: NDArray[np.int64], layers: tuple[int, ...], title: str, path: Path) -> None:
-    """`load` is [layers, experts]. Colours tell an expert's load over the mean of its layer; dead ones are black."""
+    """Draw the load [layers, experts]: colours give it over the mean of the layer; dead experts are black."""
     means = load.mean(axis=1, keepdims=True)
     ratios = load / np.where(means == 0, 1, means)
     most = max(2.0, float(ratios.max(initial=0)))
@@ -51,7 +51,7 @@ def draw_heatmap(load: NDArray[np.int64], layers: tuple[int, ...], title: str, p
 
 
 def colours(ratios: NDArray[np.float64], most: float) -> NDArray[np.uint8]:
-    """Of loads over the mean: white is an even share, so both sides of it are seen however far the busiest is."""
+    """Return the colours of loads over the mean: white is an even share, so both sides of it are seen."""
     cool = _blend(np.clip(ratios, 0, 1), _COOL)
     warm = _blend(np.clip((ratios - 1) / (most - 1), 0, 1), _WARM)
     return np.where((ratios <= 1)[..., None], cool, warm).astype(np.uint8)
@@ -63,7 +63,7 @@ def _blend(places: NDArray[np.float64], anchors: NDArray[np.float64]) -> NDArray
 
 
 def _ticks(num: int, size: int, apart: int) -> range:
-    """Which cells get a number, so that the numbers do not touch."""
+    """Return the cells that get a number, so that the numbers do not touch."""
     every = 1
     while every * size < apart:
         every *= 2
@@ -71,7 +71,7 @@ def _ticks(num: int, size: int, apart: int) -> range:
 
 
 def _draw_scale(picture: Image.Image, most: float, left: int, height: int) -> None:
-    """Half of it for what is below an even share."""
+    """Draw the scale, half of it for what is below an even share."""
     places = np.linspace(1, 0, height)
     ratios = np.where(places <= 0.5, places * 2, 1 + (places * 2 - 1) * (most - 1))
     strip = np.repeat(colours(ratios, most)[:, None], 14, axis=1)

@@ -31,7 +31,7 @@ _COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "m
 
 @dataclass(frozen=True, slots=True)
 class RouterShape:
-    """What the records of a model look like."""
+    """The shape of the records of a model."""
 
     layers: NDArray[np.int32]  # that route, by their indices in the whole model
     num_experts: int  # of each
@@ -43,7 +43,7 @@ class RouterShape:
 
 
 def find_routers(model: nn.Module) -> dict[int, nn.Module]:
-    """By the index of their layer in the whole model; none in a dense model."""
+    """Return the routers by the index of their layer in the whole model; none in a dense model."""
     routers: dict[int, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(getattr(module, "top_k", None), int) and isinstance(getattr(module, "num_experts", None), int):
@@ -54,9 +54,9 @@ def find_routers(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def router_shape(model: Any) -> RouterShape:
-    """`ReplayError` for a model without routers, or with experts that are not chosen by routers we know.
+    """Return the shape of the records of a model, which may be on the meta device.
 
-    A model on the meta device will do.
+    Raises `ReplayError` for one without routers, or with experts that are not chosen by routers we know.
     """
     routers = find_routers(model)
     config = model.config.get_text_config()
@@ -97,7 +97,7 @@ class RouteRecorder:
         ]
 
     def take(self) -> NDArray[np.unsignedinteger[Any]]:
-        """[tokens, layers, k] of the forward pass that has just ended, ascending in each row."""
+        """Return [tokens, layers, k] of the forward pass that has just ended, ascending in each row."""
         missing = [layer for layer in self.shape.layers.tolist() if layer not in self._chosen]
         assert not missing, f"layers {missing} routed nothing"
         taken = torch.stack([self._chosen[layer] for layer in self.shape.layers.tolist()], dim=1)
@@ -122,17 +122,17 @@ class RouteRecorder:
 
 @dataclass(slots=True)
 class ReplayPass:
-    """One forward pass over recorded tokens, and what was seen in it."""
+    """A forward pass over recorded tokens, and what was counted in it."""
 
     experts: Tensor  # [layers, tokens, k] integers, ascending in each row
     known: Tensor  # [tokens], False where the live router decides
     label: str = ""  # which one, for messages
     differing: dict[int, Tensor] = field(default_factory=dict)
-    """By layer, how many known tokens the live router would have sent elsewhere."""
+    """How many known tokens the live router would have sent elsewhere, by layer."""
 
 
 class RouteReplayer:
-    """Has the routers of a model choose what was recorded, while a pass is open. Otherwise they choose as ever."""
+    """Makes the routers of a model choose what was recorded, while a pass is open. Otherwise they choose as ever."""
 
     def __init__(self, model: Any) -> None:
         self.shape = router_shape(model)
@@ -147,7 +147,7 @@ class RouteReplayer:
 
     @contextmanager
     def replaying(self, experts: Tensor, known: Tensor, label: str = "") -> Iterator[ReplayPass]:
-        """One forward pass inside the block: each router takes its record exactly once, or `ReplayError` says which.
+        """Replay in one forward pass inside the block. Unless each router takes its record once, it is a `ReplayError`.
 
         The backward pass may come later: recomputed layers are given the same record by `checkpoint_contexts`.
         """
@@ -162,7 +162,7 @@ class RouteReplayer:
             raise ReplayError(f"{label}: the router of layer {left[0]} was not asked, though there is a record for it.")
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """`context_fn` of torch's checkpoints: what a layer is recomputed in is the pass it was computed in."""
+        """Return what torch's checkpoints take as `context_fn`: a layer is recomputed in the same pass."""
         return nullcontext(), nullcontext() if self._pass is None else self._again(self._pass)
 
     @contextmanager

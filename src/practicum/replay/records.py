@@ -17,10 +17,10 @@ from practicum.replay.combinations import Ids
 from practicum.replay.format import (
     CODED_ROUTES,
     Chunk,
+    Damaged,
     RecordingHeader,
     SampleEntry,
     Section,
-    Spoilt,
     section_bytes,
     section_content,
 )
@@ -97,7 +97,7 @@ def check_routes(record: RecordedSample, header: RecordingHeader) -> None:
 
 
 def sections_of(records: Sequence[RecordedSample], header: RecordingHeader) -> list[tuple[str, int, int, bytes]]:
-    """Name, coding, size before coding and coded bytes of each."""
+    """Return name, coding, size before coding and coded bytes of each section."""
     sections: list[tuple[str, int, int, bytes]] = []
 
     def add(name: str, raw: bytes, compress: bool) -> None:
@@ -118,7 +118,7 @@ def sections_of(records: Sequence[RecordedSample], header: RecordingHeader) -> l
 
 
 class OpenChunk:
-    """Gives out the samples of a chunk. Sections are read and decoded when first needed, and kept."""
+    """The samples of a chunk. Its sections are read and decoded when first needed, and kept."""
 
     def __init__(self, chunk: Chunk, header: RecordingHeader, read: Callable[[str], bytes]) -> None:
         self._chunk = chunk
@@ -132,7 +132,7 @@ class OpenChunk:
         self._words: dict[str, Any] | None = None
 
     def record(self, i: int) -> RecordedSample:
-        """Return the i-th of the chunk. `Spoilt` if what was written cannot be that of a sample."""
+        """Return the i-th of the chunk. `Damaged` if what was written cannot be that of a sample."""
         entry = self._chunk.samples[i]
         return RecordedSample(entry.step, entry.place, self.sample(i), self.routes(i), entry.step_size)
 
@@ -147,7 +147,7 @@ class OpenChunk:
             fields = {"text": own["text"], "finish_reason": own["finish_reason"], "score": Score(**own["score"])}
             return Sample(prompt, id=entry.id, **fields, **arrays)
         except (ValueError, TypeError, KeyError, IndexError) as error:
-            raise Spoilt(f"sample {entry.id} makes no sense ({error})") from error
+            raise Damaged(f"sample {entry.id} makes no sense ({error})") from error
 
     def routes(self, i: int) -> RoutedExperts:
         entry = self._chunk.samples[i]
@@ -158,7 +158,7 @@ class OpenChunk:
         return RoutedExperts(self._all_experts()[tokens].copy(), layers, known, self._header.num_experts)
 
     def _own(self, name: str, i: int) -> NDArray[Any]:
-        """A copy, so that what is kept of a chunk is not held, or changed, by whom it was given to."""
+        """Return a copy, so that what is kept of a chunk is not held, or changed, by whom it was given to."""
         kind, of_answer, _ = _ARRAYS[name]
         ends = self._answer_ends if of_answer else self._prompt_ends
         return self._array(name, kind, ends[-1])[ends[i] : ends[i + 1]].copy()
@@ -168,7 +168,7 @@ class OpenChunk:
             raw = np.frombuffer(self._content(name), np.uint8)
             size = -(-num // 8) if kind == "?" else num * np.dtype(kind).itemsize
             if len(raw) != size:
-                raise Spoilt(f"the section {name!r} has {len(raw)} bytes instead of {size}")
+                raise Damaged(f"the section {name!r} has {len(raw)} bytes instead of {size}")
             whole = np.unpackbits(raw, count=num).view(np.bool_) if kind == "?" else raw.view(kind)
             self._arrays[name] = whole.astype(whole.dtype.newbyteorder("="), copy=False)
         return self._arrays[name]
@@ -185,7 +185,7 @@ class OpenChunk:
             try:
                 self._words = json.loads(content)
             except ValueError as error:
-                raise Spoilt(f"its words are no JSON ({error})") from error
+                raise Damaged(f"its words are no JSON ({error})") from error
         assert self._words is not None
         return self._words
 
@@ -200,17 +200,17 @@ def _array(sample: Sample, name: str) -> NDArray[Any]:
 
 
 def _coded_routes(experts: Ids, header: RecordingHeader) -> tuple[int, int, bytes]:
-    """Coding, size before and bytes."""
+    """Return coding, size before coding and coded bytes."""
     return CODED_ROUTES, experts.nbytes, encode_routes(experts, header.num_experts)
 
 
 def _decoded_routes(coded: bytes, section: Section, chunk: Chunk, header: RecordingHeader) -> Ids:
     if section.coding != CODED_ROUTES:
-        raise Spoilt(f"its routes have the coding {section.coding}, which is unknown")
+        raise Damaged(f"its routes have the coding {section.coding}, which is unknown")
     try:
         return decode_routes(coded, chunk.num_tokens, len(header.layers), header.k, header.num_experts)
     except ValueError as error:
-        raise Spoilt(str(error)) from error
+        raise Damaged(str(error)) from error
 
 
 def _words_of(records: Sequence[RecordedSample]) -> dict[str, Any]:

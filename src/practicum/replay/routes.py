@@ -18,7 +18,7 @@ _GROUP = 64
 
 
 def coded(routes: Sequence[RoutedExperts]) -> list[CodedRoutes]:
-    """Of one model all."""
+    """Return the coded routes of samples, all of one model."""
     if not routes:
         return []
     first = routes[0]
@@ -38,7 +38,7 @@ def coded(routes: Sequence[RoutedExperts]) -> list[CodedRoutes]:
 
 
 def decoded(routes: Sequence[CodedRoutes | RoutedExperts]) -> list[RoutedExperts]:
-    """The same again. What needs no decoding is left as it is."""
+    """Return the routes again. What needs no decoding is left as it is."""
     codes = [one for one in routes if isinstance(one, CodedRoutes)]
     if not codes:
         return [one for one in routes if isinstance(one, RoutedExperts)]
@@ -61,12 +61,12 @@ def decoded(routes: Sequence[CodedRoutes | RoutedExperts]) -> list[RoutedExperts
 
 
 def _blank(k: int, dtype: np.dtype[np.unsignedinteger]) -> Ids:
-    """A combination that stands where nothing is known."""
+    """Return the combination that stands where nothing is known."""
     return np.arange(k).astype(dtype)
 
 
 def _split(code: NDArray[np.uint8], codec: Combinations, num_groups: Sequence[int]) -> list[NDArray[np.uint8]]:
-    """A number may take several words, and all first words come before all second ones."""
+    """Cut a code into those of samples. All first words of numbers come before all second ones."""
     pieces: list[list[NDArray[np.uint8]]] = [[] for _ in num_groups]
     for width in codec.widths:
         ends = np.cumsum(num_groups) * width * (_GROUP // 8)

@@ -29,24 +29,24 @@ from practicum.replay.store import Recording, RouteWriter
 from practicum.types import RoutedExperts, Sample
 
 _PASSING = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
-"""Of a model's config: what says nothing about where tokens go."""
+"""The entries of a model's config that say nothing about where tokens go."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """See the config for what each means."""
+    """The settings of router replay; see the config for what each means."""
 
     mode: Literal["R2", "R3"]
     record_file: str | None = None
     replay_file: str | None = None
     compare_every: int = 0
     made: Mapping[str, str] = field(default_factory=dict)
-    """For people, and for whoever repeats the run."""
+    """Facts for people, and for whoever repeats the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The samples of a micro-batch, and where they stand in its flattened rows."""
+    """The samples of a micro-batch, with their places in its flattened rows."""
 
     samples: Sequence[Sample]
     starts: NDArray[np.int64]  # [samples], of their first tokens
@@ -56,7 +56,7 @@ class Placed:
 
 @dataclass(slots=True)
 class ReplayStats:
-    """What was seen in the updates of a step. A row is a token in one pass."""
+    """The counts of the updates of a step. A row is a token in one pass."""
 
     layers: Sequence[int] = ()
     differing: Sequence[float] = ()  # by layer, known rows that the live router would have sent elsewhere
@@ -70,7 +70,7 @@ class ReplayStats:
 
     @classmethod
     def combined(cls, ranks: Sequence[ReplayStats]) -> ReplayStats:
-        """Over all ranks."""
+        """Return the sums over all ranks."""
         return cls(
             layers=ranks[0].layers,
             differing=np.sum([stats.differing for stats in ranks], axis=0).tolist(),
@@ -85,7 +85,7 @@ class ReplayStats:
 
 
 def model_fingerprint(config: Any) -> str:
-    """Of a transformers config: equal for models in which the same records make sense."""
+    """Return the fingerprint of a transformers config: equal for models in which the same records make sense."""
     told = {key: value for key, value in config.to_dict().items() if key not in _PASSING}
     return f"{config.model_type}-{_hash(told)}"
 
@@ -101,7 +101,7 @@ def _hash(value: Any) -> str:
 def recording_header(
     model: Any, tokenizer: Any, rank: int = 0, num_ranks: int = 1, made: Mapping[str, str] | None = None
 ) -> RecordingHeader:
-    """What recordings of this model begin with."""
+    """Return the header that recordings of this model begin with."""
     shape = router_shape(model)
     return RecordingHeader(
         model=model_fingerprint(model.config),
@@ -116,7 +116,7 @@ def recording_header(
 
 
 class ReplaySession:
-    """One rank's. `model` is not sharded yet: that its routers can be made to choose is tried out first."""
+    """Router replay on one rank. `model` is not sharded yet: it is tried out whether its routers can be replayed."""
 
     def __init__(
         self,
@@ -163,11 +163,11 @@ class ReplaySession:
 
     @property
     def records(self) -> bool:
-        """Whether the old log-probs are computed for the sake of what the routers choose meanwhile."""
+        """Whether old log-probs are computed for the sake of what the routers choose meanwhile."""
         return self.settings.mode == "R2"
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """For torch's checkpoints: a layer is recomputed with the experts it was computed with."""
+        """Return the contexts for torch's checkpoints: a layer is recomputed with the experts it was computed with."""
         return self._replayer.checkpoint_contexts()
 
     def close(self) -> None:
@@ -178,19 +178,19 @@ class ReplaySession:
             self._reader.close()
 
     def begin_at(self, step: int) -> None:
-        """The first step of this run, or of what is left of it: what was recorded of later ones is redone."""
+        """Begin with a step: what was recorded of it and of later ones is redone."""
         if self._writer is not None:
             self._writer.begin_again(step)
 
     def old_pass(self, placed: Placed) -> AbstractContextManager[Any]:
-        """For the forward pass that computes old log-probs."""
+        """Return the context for the forward pass that computes old log-probs."""
         if self.settings.mode == "R2" and self.settings.replay_file is None:
             return self._recording(placed)
         return self._replaying(placed)
 
     @contextmanager
     def update_pass(self, placed: Placed) -> Iterator[None]:
-        """For a forward pass that is learnt from; its backward pass may come after the block."""
+        """Replay in a forward pass that is learnt from; its backward pass may come after the block."""
         routes = self._routes(placed)
         with self._replaying(placed, routes) as seen:
             yield
@@ -199,12 +199,12 @@ class ReplaySession:
         self._stats.num_rows += sum(sample.num_tokens for sample in placed.samples)
 
     def compares_at(self, step: int) -> bool:
-        """Whether the distance from the rollout is to be looked at. What R2 has just recorded changes nothing yet."""
+        """Return whether to measure the distance from the rollout. What R2 has just recorded changes nothing yet."""
         every, is_own = self.settings.compare_every, self.settings.mode == "R2" and self.settings.replay_file is None
         return bool(every) and (step - 1) % every == 0 and not is_own
 
     def compared_pass(self, placed: Placed) -> AbstractContextManager[Any]:
-        """For one that is only looked at."""
+        """Return the context for a forward pass that only measures."""
         return self._replaying(placed)
 
     def begin_step(self, step: int, samples: Sequence[Sample], step_size: int = 0) -> None:
@@ -222,12 +222,12 @@ class ReplaySession:
             self._write([sample for sample, _ in there], decoded([routes for _, routes in there]))
 
     def sync(self) -> None:
-        """What was recorded is on disk after it."""
+        """Have what was recorded survive a power cut."""
         if self._writer is not None:
             self._writer.sync()
 
     def take_stats(self) -> ReplayStats:
-        """Of the updates since the last time."""
+        """Return the counts of the updates since the last time."""
         stats = self._stats
         layers = self.shape.layers.tolist()
         sums = torch.zeros(len(layers), dtype=torch.int64, device=self._device)
@@ -304,7 +304,7 @@ class ReplaySession:
 def laid_out(
     routes: Sequence[RoutedExperts | None], placed: Placed, shape: RouterShape
 ) -> tuple[NDArray[np.integer[Any]], NDArray[np.bool_]]:
-    """Experts [layers, positions, k] and whether they are known [positions], as the micro-batch has its tokens."""
+    """Return experts [layers, positions, k] and whether they are known [positions], in the order of the micro-batch."""
     dtype = np.uint8 if shape.dtype is np.uint8 else np.int32  # torch computes little with uint16
     experts = np.zeros((len(shape.layers), placed.num_positions, shape.k), dtype)
     known = np.zeros(placed.num_positions, np.bool_)

@@ -21,14 +21,14 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from practicum.errors import ReplayError
-from practicum.replay.chunks import ChunkFile
 from practicum.replay.format import (
     CHUNK_MAGIC,
     MOST_HEADER_BYTES,
     Chunk,
+    ChunkFile,
+    Damaged,
     RecordingHeader,
     SampleEntry,
-    Spoilt,
     chunk_bytes,
     header_bytes,
     read_header,
@@ -43,7 +43,7 @@ _KEPT_CHUNKS = 4
 
 
 def rank_path(path: str | Path, rank: int) -> Path:
-    """Where a rank records: side by side, rank 0 under the name itself."""
+    """Return the file of a rank: ranks record side by side, rank 0 under the name itself."""
     return Path(path) if rank == 0 else Path(f"{path}.{rank}")
 
 
@@ -71,7 +71,10 @@ class RouteWriter:
             raise
 
     def append(self, samples: Iterable[RecordedSample]) -> int:
-        """The bytes their routes take. `ReplayError` says why one cannot be written; nothing of its chunk is, then."""
+        """Append samples; return the bytes that their routes take.
+
+        `ReplayError` says why one cannot be written; nothing of its chunk is, then.
+        """
         num_bytes = 0
         for part in _parts(samples, self._chunk_tokens):
             for record in part:
@@ -87,7 +90,7 @@ class RouteWriter:
         return num_bytes
 
     def begin_again(self, step: int) -> None:
-        """What the file holds of this step and later ones does not count any more."""
+        """Declare that what the file holds of this step and later ones does not count any more."""
         self._write(chunk_bytes(self._end, time.time_ns(), self._number, [], [], anew_from=step))
         self._number += 1
 
@@ -138,12 +141,12 @@ class RouteWriter:
         return found.end, found.next_number
 
     def _holds_nothing(self) -> bool:
-        """Whether the file is new, or whoever began it was killed before the header was written."""
+        """Return whether the file is new, or whoever began it was killed before the header was written."""
         size = os.fstat(self._descriptor).st_size
         start = os.pread(self._descriptor, min(size, MOST_HEADER_BYTES * 2), 0)
         try:
             return read_header(start) is None and CHUNK_MAGIC not in start
-        except Spoilt:
+        except Damaged:
             return False  # and it is not for us to overwrite
 
     def _check(self, before: RecordingHeader) -> None:
@@ -176,7 +179,7 @@ class RouteWriter:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the record of a sample is."""
+    """The place of the record of a sample."""
 
     file: int
     chunk: Chunk
@@ -188,10 +191,10 @@ class _Place:
 
 
 class Recording:
-    """Reads what `RouteWriter`s of all ranks have written, and `refresh` what they have written since."""
+    """A recording, as the `RouteWriter`s of all ranks have written it; `refresh` reads what they have written since."""
 
     def __init__(self, path: str | Path, rank: int | None = None) -> None:
-        """`rank` reads what that one has written, alone."""
+        """Open a recording; with `rank` what that one has written, alone."""
         self.path = Path(path) if rank is None else rank_path(path, rank)
         self._descriptors: list[int] = []
         self._places: dict[str, _Place] = {}
@@ -213,12 +216,12 @@ class Recording:
 
     @property
     def ids(self) -> list[str]:
-        """By step, and by place in it."""
+        """The ids of all samples, by step and by place in it."""
         return [id for step in self.steps for id in self._by_step()[step]]
 
     @property
     def ids_on_disk(self) -> list[str]:
-        """As they stand in the files: the order in which to read all of them."""
+        """The ids in the order of the files: the order in which to read all of them."""
         return sorted(self._places, key=lambda id: (self._places[id].file, self._places[id].chunk.head.offset))
 
     @property
@@ -232,7 +235,7 @@ class Recording:
         return id in self._places
 
     def entry(self, id: str) -> SampleEntry:
-        """Step, place and lengths of a sample, without reading it."""
+        """Return step, place and lengths of a sample, without reading it."""
         return self._place(id).entry
 
     def record(self, id: str) -> RecordedSample:
@@ -251,7 +254,7 @@ class Recording:
         return [self._read(self._place(id), OpenChunk.sample) for id in self._ids_of(step)]
 
     def check_whole(self, step: int) -> None:
-        """`ReplayError` unless all samples of the step are there. Nothing but the index is read."""
+        """Raise `ReplayError` unless all samples of the step are there. Nothing but the index is read."""
         entries = [self.entry(id) for id in self._ids_of(step)]
         size = max(entry.step_size for entry in entries)
         if size and len(entries) != size:
@@ -268,7 +271,7 @@ class Recording:
         return ids
 
     def routes(self, ids: Sequence[str]) -> list[RoutedExperts]:
-        """Of these samples, in this order; each chunk they are in is decoded once."""
+        """Return the routes of these samples, in this order; each chunk they are in is decoded once."""
         places = [self._place(id) for id in ids]
         found: dict[int, RoutedExperts] = {}
         for i in sorted(range(len(ids)), key=lambda i: (places[i].file, places[i].chunk.head.offset)):
@@ -276,13 +279,13 @@ class Recording:
         return [found[i] for i in range(len(ids))]
 
     def check(self, header: RecordingHeader) -> None:
-        """`ReplayError` unless these are routes of that model, over texts of that tokenizer."""
+        """Raise `ReplayError` unless these are routes of that model, over texts of that tokenizer."""
         differences = self.header.differences(header)
         if differences:
             raise ReplayError(f"{self.path} does not fit: it was made with {'; '.join(differences)}.")
 
     def refresh(self) -> int:
-        """See what was written since. How many records that is."""
+        """Read what was written since; return how many records that is."""
         num = 0
         for i, file in enumerate(self.files):
             chunks = file.refresh()
@@ -350,12 +353,12 @@ class Recording:
 
     def _losses(self) -> str:
         lost = sum(stretch.size for file in self.files for stretch in file.lost)
-        return f" {lost} bytes of it are spoilt: see `practicum routes verify`." if lost else ""
+        return f" {lost} bytes of it are damaged: see `practicum routes verify`." if lost else ""
 
     def _read(self, place: _Place, read: Callable[[OpenChunk, int], T]) -> T:
         try:
             return read(self._chunk(place), place.i)
-        except Spoilt as error:
+        except Damaged as error:
             raise self.files[place.file].error(place.chunk, error) from error
 
     def _chunk(self, place: _Place) -> OpenChunk:

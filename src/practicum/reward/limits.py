@@ -114,7 +114,7 @@ class LimitBook:
 
 
 class LimitKeeper:
-    """Grants requests of the workers that connect to `address`. An async context manager, on the loop that enters it."""
+    """Grants requests of the workers that connect to `address`. An async context manager, on one event loop."""
 
     def __init__(self, limits: LimitsConfig, host: str = "127.0.0.1") -> None:
         self._book = LimitBook(limits)

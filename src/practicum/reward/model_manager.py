@@ -19,8 +19,8 @@ from typing import Any, Self
 
 from practicum.config import RewardModelConfig
 from practicum.controller import RayClassWithInitArgs, RayResourcePool, num_replicas
+from practicum.controller.cluster import living_nodes
 from practicum.controller.host import host_address
-from practicum.controller.nodes import living_nodes
 from practicum.errors import ModelError, PracticumError, RewardError, RouterError, WorkerError
 from practicum.models import absolute, load_classifier_config, load_config, load_tokenizer
 from practicum.reward.replica import PlacedReplica, ReplicaMemory, RewardModelReplica

@@ -30,7 +30,7 @@ from practicum.models import (
     num_cores,
     resolve_device,
 )
-from practicum.rollout.engine.sleep import gigabytes, total_bytes
+from practicum.rollout.engine.sleep import gigabytes, give_back_memory, total_bytes
 from practicum.rollout.engines import EngineSettings
 from practicum.rollout.server import ModelServer, Service, classification_service, generation_service
 from practicum.rollout.server.encoder import Limit
@@ -68,25 +68,22 @@ class RewardModelReplica(Worker):
         check_room(config, self._device, on_node or 1)
         self._service = _service_of(config, device)
         self._server = ModelServer(self._service, host=host_address() if public else "127.0.0.1")
-        try:
-            if asleep:
-                self.sleep()
-            else:
-                self.wake_up()
-        except BaseException:
-            self.close()
-            raise
+        self._starts_asleep = asleep
 
-    def address(self) -> str:
+    async def address(self) -> str:
+        """Start the server, on the first call; return its address."""
+        if not self._server.url:
+            await self._server.start()
+            await (self.sleep() if self._starts_asleep else self.wake_up())
         return self._server.url
 
-    def sleep(self) -> None:
+    async def sleep(self) -> None:
         """Give the weights' memory back, once the requests under way are answered. Does nothing when asleep."""
-        self._server.sleep(self._timeout_s)
+        await self._server.sleep(self._timeout_s)
 
-    def wake_up(self) -> None:
+    async def wake_up(self) -> None:
         """Take the memory again. Does nothing when awake; if it cannot be had, the replica stays asleep."""
-        self._server.wake_up(self._timeout_s)
+        await self._server.wake_up(self._timeout_s)
 
     def memory(self) -> ReplicaMemory:
         on_gpu = self._device.type == "cuda"
@@ -97,9 +94,10 @@ class RewardModelReplica(Worker):
             weights=self._service.num_weight_bytes,
         )
 
-    def close(self) -> None:
-        self._server.close()
-        self._service.give_back()
+    async def close(self) -> None:
+        await self._server.close()
+        del self._server, self._service
+        give_back_memory(self._device)
 
 
 def check_room(config: RewardModelConfig, device: torch.device, on_node: int) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import gc
 import time
 import traceback
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
@@ -105,7 +105,7 @@ class RewardLoopWorker(Worker):
         await self._open.aclose()
         self._executors.clear()
 
-    async def grade(self, samples: list[Sample]) -> AsyncIterator[Finished]:
+    async def grade(self, samples: list[Sample]) -> AsyncGenerator[Finished, None]:
         """Stream what came of each sample, in lists as they are finished; an empty list says that it goes on.
 
         Closing the stream ends what is left.

@@ -14,19 +14,43 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from practicum.rollout.base import BaseRollout
     from practicum.rollout.engines import ENGINES
+    from practicum.rollout.hf import HFRollout
     from practicum.rollout.manager import RolloutManager
+    from practicum.rollout.native import NativeRollout
     from practicum.rollout.replica import RolloutReplica
+    from practicum.rollout.schemas import ChatMessage, ChatRequest, CompletionRequest, ImagePart, Reply, TextPart
+    from practicum.rollout.tokenizer import Tokenizer, check_tokenizer
     from practicum.rollout.worker import RolloutWorker
 
-__all__ = ["ENGINES", "BaseRollout", "RolloutManager", "RolloutReplica", "RolloutWorker"]
+__all__ = [
+    "ENGINES",
+    "BaseRollout",
+    "ChatMessage",
+    "ChatRequest",
+    "CompletionRequest",
+    "HFRollout",
+    "ImagePart",
+    "NativeRollout",
+    "Reply",
+    "RolloutManager",
+    "RolloutReplica",
+    "RolloutWorker",
+    "TextPart",
+    "Tokenizer",
+    "check_tokenizer",
+]
 
 # Engines pull in torch and transformers, which the processes that run tools do not need: only for those who ask.
 _MODULES = {
     "ENGINES": "engines",
     "BaseRollout": "base",
+    "HFRollout": "hf",
+    "NativeRollout": "native",
     "RolloutManager": "manager",
     "RolloutReplica": "replica",
     "RolloutWorker": "worker",
+    **dict.fromkeys(("ChatMessage", "ChatRequest", "CompletionRequest", "ImagePart", "Reply", "TextPart"), "schemas"),
+    **dict.fromkeys(("Tokenizer", "check_tokenizer"), "tokenizer"),
 }
 
 

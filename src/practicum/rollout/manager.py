@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
-from practicum.controller import split_batch
+from practicum.controller.wire import split_batch
 from practicum.errors import PracticumError, RolloutError, TrainingError, WeightsGone, WorkerError
 from practicum.rollout.delivery import WeightDelivery
 from practicum.rollout.replica import RolloutReplica

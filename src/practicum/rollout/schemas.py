@@ -196,7 +196,7 @@ class StreamOptions(Schema):
 
 def _at_most_one(num: int | None) -> int | None:
     if num is not None and num > 1:
-        raise ValueError("log-probs are told of the tokens that were written, not of others: at most 1")
+        raise ValueError("log-probs are those of the tokens that were written, not of others: at most 1")
     return num
 
 
@@ -215,7 +215,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 class GenerationRequest(Request):
-    """How answers are drawn and returned, whatever they are answers to."""
+    """The fields that say how answers are drawn and returned, whatever they are answers to."""
 
     n: int = Field(default=1, ge=1, le=1024)
     max_tokens: int | None = Field(default=None, ge=1)

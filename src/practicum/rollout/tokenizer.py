@@ -1,4 +1,4 @@
-"""What a tokenizer must do to be trained with, and a check that says in words what a given one does.
+"""The contract of a tokenizer that models are trained with, and a check that says in words what a given one does.
 
 `print(check_tokenizer(tokenizer))` shows what holds, what does not, and what that means for a run.
 """
@@ -18,7 +18,7 @@ from practicum.rollout.agent.template import TurnTemplate
 
 
 class Tokenizer(Protocol):
-    """As transformers' tokenizers are. Token ids are exact; text is only ever read, never tokenised a second time."""
+    """A tokenizer as transformers has them. Token ids are exact; text is only read, never tokenised a second time."""
 
     eos_token_id: int | None
     pad_token_id: int | None
@@ -38,8 +38,8 @@ class Tokenizer(Protocol):
 class Finding:
     name: str
     holds: bool
-    detail: str  # what was seen
-    means: str  # for whoever trains with it, where it does not hold
+    detail: str  # of what was seen
+    means: str  # the consequence for training, where it does not hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ class TokenizerReport:
 
     @property
     def is_usable(self) -> bool:
-        """For questions and answers."""
+        """Whether it serves for questions and answers."""
         return self.holds("end of text")
 
     @property
     def holds_turns(self) -> bool:
-        """For several turns with tools."""
+        """Whether it serves for several turns with tools."""
         return self.is_usable and all(self.holds(name) for name in ("chat template", "turns join", "tool messages"))
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
     },
 }
-_TALK: tuple[ChatMessage, ...] = (
+_CONVERSATION: tuple[ChatMessage, ...] = (
     {"role": "user", "content": "1+2="},
     {"role": "assistant", "content": "3"},
     {"role": "user", "content": "3+4="},
@@ -95,7 +95,7 @@ _TALK: tuple[ChatMessage, ...] = (
 
 
 def check_tokenizer(tokenizer: Any, texts: Sequence[str] = TEXTS) -> TokenizerReport:
-    """`texts` are what goes through it and back; give some of your own if it knows few characters."""
+    """Check a tokenizer. `texts` go through it and back; give some of your own if it knows few characters."""
     checks: list[Callable[[], Finding]] = [
         lambda: _end_of_text(tokenizer),
         lambda: _round_trip(tokenizer, texts),
@@ -140,12 +140,12 @@ def _chat_template(tokenizer: Any) -> Finding:
     if tokenizer.chat_template is None:
         return Finding("chat template", False, "none", means)
     try:
-        asked = TurnTemplate(tokenizer).render(_TALK[:1], opens_turn=True)
-        closed = TurnTemplate(tokenizer).render(_TALK[:1])
+        asked = TurnTemplate(tokenizer).render(_CONVERSATION[:1], opens_turn=True)
+        closed = TurnTemplate(tokenizer).render(_CONVERSATION[:1])
     except (TemplateError, ModelError) as error:
         return Finding("chat template", False, f"refuses a question: {error}", means)
     if not asked.startswith(closed):
-        means = "the model cannot be told that it is its turn"
+        means = "the model cannot be shown that it is its turn"
         return Finding("chat template", False, "add_generation_prompt changes the question", means)
     opens = asked[len(closed) :]
     detail = f"opens a turn with {opens!r}" if opens else f"a question ends with {asked[-12:]!r}, which opens a turn"
@@ -153,60 +153,65 @@ def _chat_template(tokenizer: Any) -> Finding:
 
 
 def _prefixes(tokenizer: Any) -> Finding:
-    """Whether a conversation with more turns begins with the tokens of the one with fewer."""
+    """Check that a conversation with more turns begins with the tokens of the one with fewer."""
     means = (
-        "a conversation that is rendered again has other tokens than the model saw; the multi-turn driver never does "
-        "that, but prompts with earlier turns of the model in them differ from what it wrote then"
+        "a conversation that is rendered again has other tokens than the model saw; rollout never does that, "
+        "but prompts with earlier turns of the model in them differ from what it wrote then"
     )
-    thinking = [_TALK[0], {"role": "assistant", "content": "<think>\n1\n</think>\n\n3"}, *_TALK[2:]]
-    for name, talk in (("", _TALK), (" with thoughts", thinking)):
-        rendered = [TurnTemplate(tokenizer).render(talk[:end]) for end in range(2, len(talk) + 1)]
+    thinking = [_CONVERSATION[0], {"role": "assistant", "content": "<think>\n1\n</think>\n\n3"}, *_CONVERSATION[2:]]
+    for name, messages in (("", _CONVERSATION), (" with thoughts", thinking)):
+        rendered = [TurnTemplate(tokenizer).render(messages[:end]) for end in range(2, len(messages) + 1)]
         for end, (fewer, more) in enumerate(pairwise(rendered), start=2):
             first, both = _ids(tokenizer, fewer), _ids(tokenizer, more)
             if both[: len(first)] != first:
                 what = f"message {end + 1} changes what is before it" if not more.startswith(fewer) else "tokens merge"
                 return Finding("stable prefixes", False, f"not{name}: {what}", means)
-    return Finding("stable prefixes", True, f"{len(_TALK)} messages, each beginning with those before it", means)
+    return Finding(
+        "stable prefixes", True, f"{len(_CONVERSATION)} messages, each beginning with those before it", means
+    )
 
 
 def _turns_join(tokenizer: Any) -> Finding:
-    """Whether appending tokens, as the driver does, gives what rendering the whole gives."""
-    turns, means = TurnTemplate(tokenizer), "the template cannot be appended to, so the multi-turn driver cannot use it"
+    """Check that appending tokens, as conversations do, gives what rendering the whole gives."""
+    turns, means = (
+        TurnTemplate(tokenizer),
+        "the template cannot be appended to, so conversations of several turns cannot use it",
+    )
     try:
-        opened = _ids(tokenizer, turns.render(_TALK[:1], opens_turn=True))
+        opened = _ids(tokenizer, turns.render(_CONVERSATION[:1], opens_turn=True))
         wrote = _ids(tokenizer, "3")
-        appended = [*opened, *wrote, *turns.between(wrote, [_TALK[2]]).tolist()]
+        appended = [*opened, *wrote, *turns.between(wrote, [_CONVERSATION[2]]).tolist()]
     except (TemplateError, ModelError) as error:
         return Finding("turns join", False, str(error), means)
-    is_same = appended == _ids(tokenizer, turns.render(_TALK[:3], opens_turn=True))
+    is_same = appended == _ids(tokenizer, turns.render(_CONVERSATION[:3], opens_turn=True))
     detail = "appended turns equal rendered ones" if is_same else "work, though a rendered conversation differs"
     return Finding("turns join", True, detail, means)
 
 
 def _tool_messages(tokenizer: Any) -> Finding:
-    means = "the model cannot be told what a tool said: use an environment, which speaks as the user, or add the role"
+    means = "the model cannot read what a tool said: use an environment, which speaks as the user, or add the role"
     turns = TurnTemplate(tokenizer, [_TOOL])
     try:
-        told, said = (
+        tool, assistant = (
             _text(tokenizer, turns.between([], [{"role": role, "name": "add", "content": "3"}]))
             for role in ("tool", "assistant")
         )
     except (TemplateError, ModelError) as error:
         return Finding("tool messages", False, f"refused: {error}", means)
-    if "3" not in told:
+    if "3" not in tool:
         return Finding("tool messages", False, "what a tool says is left out", means)
-    if told == said:
+    if tool == assistant:
         return Finding("tool messages", False, "look like the model's own", means)
-    return Finding("tool messages", True, f"look like {told!r}", means)
+    return Finding("tool messages", True, f"look like {tool!r}", means)
 
 
 def _tools_shown(tokenizer: Any) -> Finding:
-    means = "the model is not told which tools there are: it must know them from training or from the prompt"
+    means = "the model is not shown which tools there are: it must know them from training or from the prompt"
     try:
-        shown = TurnTemplate(tokenizer, [_TOOL]).render(_TALK[:1])
+        shown = TurnTemplate(tokenizer, [_TOOL]).render(_CONVERSATION[:1])
     except (TemplateError, ModelError) as error:
         return Finding("tools shown", False, f"refused: {error}", means)
-    is_shown = shown != TurnTemplate(tokenizer).render(_TALK[:1])
+    is_shown = shown != TurnTemplate(tokenizer).render(_CONVERSATION[:1])
     return Finding("tools shown", is_shown, "in the prompt" if is_shown else "the template takes no notice", means)
 
 

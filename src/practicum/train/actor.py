@@ -61,7 +61,7 @@ from practicum.weights import ChannelSettings, Place, Sender, Ticket, WeightUpda
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorSettings(LearnerSettings):
-    """What an `ActorWorker` needs to know; see the config for what each means."""
+    """The settings of an `ActorWorker`; see the config for what each means."""
 
     temperature: float
     objective: Objective = field(default_factory=Objective)
@@ -74,7 +74,7 @@ class ActorSettings(LearnerSettings):
 
 @dataclass(slots=True)
 class _Micro:
-    """A micro-batch as it is worked on."""
+    """A micro-batch that is being worked on."""
 
     packed: MicroBatch
     placed: Placed
@@ -83,7 +83,7 @@ class _Micro:
 
 @dataclass(slots=True)
 class UpdateStats:
-    """Sums over the learnt tokens of a step on one rank, except where it says otherwise."""
+    """The sums over the learnt tokens of a step on one rank, except where it says otherwise."""
 
     num_tokens: int = 0
     loss: float = 0.0
@@ -179,7 +179,7 @@ class ActorWorker(Worker):
                 dist.destroy_process_group()
 
     def begin_at(self, step: int) -> None:
-        """Which step comes first."""
+        """Begin with a step: the first of this run, or of what is left of it."""
         if self._replay is not None:
             self._replay.begin_at(step)
 
@@ -226,8 +226,9 @@ class ActorWorker(Worker):
         return stats
 
     def publish(self, version: int, dtype: str | None = None) -> WeightUpdate:
-        """The current weights under the names of the unsharded model, in `dtype` if one is given; adapters are merged,
-        or sent alone and as they are.
+        """Return the current weights under the names of the unsharded model, in `dtype` if one is given.
+
+        Adapters are merged, or sent alone and as they are.
 
         All ranks must call it, and ask for all tensors: they are gathered as they are asked for.
         """
@@ -244,11 +245,11 @@ class ActorWorker(Worker):
         return WeightUpdate(version, tensors, shared=self.world_size == 1 and is_own)
 
     def place(self) -> Place:
-        """Where this rank is: by that a channel is chosen."""
+        """Return where this rank is: a channel is chosen by that."""
         return Place.here()
 
     def address(self) -> str:
-        """Of the machine of rank 0, as others know it."""
+        """Return the address of the machine of rank 0, as others know it."""
         return self.context.master_address
 
     def open_channel(self, channel: str, settings: ChannelSettings) -> None:
@@ -264,7 +265,7 @@ class ActorWorker(Worker):
             self._sender = None
 
     def invite(self, version: int, num_receivers: int | None = None) -> Ticket | None:
-        """What receivers need before `send`, where they must meet the sender; rank 0 knows."""
+        """Return what receivers need before `send`, where they must meet the sender; rank 0 knows."""
         self._check_not_gone(version)
         return None if self._sender is None else self._sender.invite(version, num_receivers)
 
@@ -291,7 +292,7 @@ class ActorWorker(Worker):
 
     @torch.no_grad()
     def log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        """Of each token but the first given those before it, at temperature 1. All ranks must call it, alike."""
+        """Return those of each token but the first given those before it, at temperature 1. All ranks call it."""
         found = []
         for ids in sequences:
             tokens = torch.from_numpy(ids.astype(np.int64)).to(self._device)
@@ -318,7 +319,7 @@ class ActorWorker(Worker):
         self._learner.load(Path(folder), self.rank)
 
     def _save_rest(self, folder: Path) -> dict[str, Tensor]:
-        """What besides weights makes a model that can be loaded; tensors that nobody learns are returned."""
+        """Write what besides weights makes a model that can be loaded; return the tensors that nobody learns."""
         return save_rest(self._model.model, self._tokenizer, folder)
 
     def _open_replay(self, model: Any) -> ReplaySession | None:
@@ -335,7 +336,7 @@ class ActorWorker(Worker):
 
     @torch.no_grad()
     def _compute_old_log_probs(self, work: list[_Micro], step: int, num_updates: int) -> None:
-        """Before the first update. With a single one they are its own, unless routers are to be recorded."""
+        """Compute them before the first update. A single update computes its own, unless routers are to be recorded."""
         replay = self._replay
         if num_updates > 1 or (replay is not None and replay.records):
             for micro in work:
@@ -366,7 +367,7 @@ class ActorWorker(Worker):
         return spans_of(position_ids, self._device) if self._model.is_fast else {}
 
     def _losses(self, work: _Micro, totals: Totals, kl_coefficient: float) -> tuple[Tokens, Losses]:
-        """This micro-batch's part of the loss of its mini-batch."""
+        """Return this micro-batch's part of the loss of its mini-batch."""
         micro = work.packed
         replayed = nullcontext() if self._replay is None else self._replay.update_pass(work.placed)
         log_probs, entropy = self._forward(micro, replayed)

@@ -18,7 +18,7 @@ from practicum.types import Sample
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """One rank's part of one optimizer update."""
+    """The part of one rank in one optimizer update."""
 
     micro_batches: list[list[Sample]]
     totals: Totals  # over all ranks

@@ -41,7 +41,7 @@ def save_whole_model(model: Any, tokenizer: Any, folder: Path, rank: int) -> Non
 
 
 def save_only_adapters(model: Any, tokenizer: Any, base: str, folder: Path, rank: int) -> None:
-    """`base` is where the model is that they belong to."""
+    """Write the adapters of a model; `base` is where the model is that they belong to."""
     tensors = _whole_tensors(adapters_of(model), rank)
     if rank == 0:
         save_adapters(model, base, folder / "model", tensors)
@@ -49,20 +49,20 @@ def save_only_adapters(model: Any, tokenizer: Any, base: str, folder: Path, rank
 
 
 def save_weights(model: nn.Module, folder: Path, rank: int) -> None:
-    """Of a module that is no model to others."""
+    """Write the weights of a module that is no model to others."""
     tensors = _whole_tensors(model.state_dict(), rank)
     if rank == 0:
         torch.save(tensors, folder / "weights.pt")
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Into a sharded module, on any number of ranks."""
+    """Load weights into a sharded module, on any number of ranks."""
     tensors = _loaded(folder / "weights.pt")
     set_model_state_dict(model, tensors, options=StateDictOptions(full_state_dict=True))
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """By each further name of a parameter, its first."""
+    """Return the first name of a parameter by each further one."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     return {name: first[id(own)] for name, own in named if first.setdefault(id(own), name) != name}
@@ -108,7 +108,7 @@ def save_training_state(
 
 
 def load_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, rank: int) -> int:
-    """Restores the optimizer and, where this rank wrote one, the random state; returns the number of updates done."""
+    """Restore the optimizer and, where this rank wrote one, the random state; return the number of updates done."""
     saved = _loaded(folder / "optimizer.pt")
     set_optimizer_state_dict(model, optimizer, saved["optimizer"], options=StateDictOptions(full_state_dict=True))
     random_state = folder / f"rng-{rank}.pt"

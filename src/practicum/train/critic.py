@@ -30,14 +30,14 @@ from practicum.train.model import ValueModel, supports_packing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSettings(LearnerSettings):
-    """What a `CriticWorker` needs to know; see the config for what each means."""
+    """The settings of a `CriticWorker`; see the config for what each means."""
 
     value_clip: float
 
 
 @dataclass(slots=True)
 class CriticStats:
-    """Sums over the learnt tokens of a step on one rank, except where it says otherwise."""
+    """The sums over the learnt tokens of a step on one rank, except where it says otherwise."""
 
     num_tokens: int = 0
     loss: float = 0.0
@@ -117,7 +117,7 @@ class CriticWorker(RankBesideActor):
         return values
 
     def _loss(self, micro: MicroBatch, stats: CriticStats) -> Tensor:
-        """The sum over the tokens of a micro-batch."""
+        """Return the sum over the tokens of a micro-batch."""
         values = self._forward(micro)
         before, returns = on_device(micro.values, self._device), on_device(micro.returns, self._device)
         losses, clipped = clipped_value_loss(values, before, returns, self._settings.value_clip)

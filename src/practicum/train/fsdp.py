@@ -43,7 +43,7 @@ class RankBesideActor(Worker):
     _has_joined = False
 
     def join(self, device: torch.device, timeout_s: float) -> DeviceMesh:
-        """Once, when it is made."""
+        """Join the ranks, once."""
         actor = self.siblings.get("actor")
         if actor is not None:
             return cast(_HasMesh, actor).mesh
@@ -72,12 +72,12 @@ def shard(root: nn.Module, model: Any, mesh: DeviceMesh, compute_dtype: torch.dt
 
 
 def reshard(root: nn.Module) -> None:
-    """After passes without a backward pass: what the root has gathered would stay, and stand for its shards."""
+    """Reshard after passes without a backward pass: what the root has gathered would stay, and stand for its shards."""
     cast(FSDPModule, root).reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The unsharded tensor. On one rank that is the shard itself, not a copy; on several it is gathered from all."""
+    """Return the unsharded tensor. On one rank that is the shard itself, not a copy; else it is gathered from all."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     if tensor.device_mesh.size() == 1:

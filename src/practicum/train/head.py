@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-MOST_LOGITS = 1 << 28
-"""So many numbers are there at a time, at most."""
+MAX_LOGITS = 1 << 28
+"""The most logits that are there at a time."""
 
 
 def log_probs_of(
     hidden: Tensor, head: nn.Linear, targets: Tensor, temperature: float, learns_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of targets [n] and entropies [n] after `head` of hidden [n, width], in float32.
+    """Return log-probs of targets [n] and entropies [n] after `head` of hidden [n, width], in float32.
 
     Entropies have gradients only if they are learnt.
     """
@@ -34,11 +34,11 @@ class _LogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, learns: bool
     ) -> tuple[Tensor, Tensor]:
-        normals, log_probs, entropies = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
+        logsumexps, log_probs, entropies = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         for rows in _parts(len(hidden), weight.shape[0]):
             logits = linear(hidden[rows], weight, bias)
-            normals[rows], log_probs[rows], entropies[rows] = _look(logits, targets[rows], temperature)
-        ctx.save_for_backward(hidden, weight, bias, targets, normals, entropies)
+            logsumexps[rows], log_probs[rows], entropies[rows] = _logits_statistics(logits, targets[rows], temperature)
+        ctx.save_for_backward(hidden, weight, bias, targets, logsumexps, entropies)
         ctx.temperature, ctx.learns = temperature, learns
         if not learns:
             ctx.mark_non_differentiable(entropies)
@@ -46,22 +46,22 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        hidden, weight, bias, targets, normals, entropies = ctx.saved_tensors
+        hidden, weight, bias, targets, logsumexps, entropies = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         bias_grad = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for rows in _parts(len(hidden), weight.shape[0]):
             logits = linear(hidden[rows], weight, bias)
             of_entropy = grads[1][rows] if ctx.learns else None
-            slopes = _slope(
-                logits, targets[rows], normals[rows], entropies[rows], grads[0][rows], of_entropy, ctx.temperature
+            logits_grad = _logits_gradient(
+                logits, targets[rows], logsumexps[rows], entropies[rows], grads[0][rows], of_entropy, ctx.temperature
             )
             if hidden_grad is not None:
-                hidden_grad[rows] = slopes @ weight
+                hidden_grad[rows] = logits_grad @ weight
             if weight_grad is not None:
-                weight_grad += slopes.T @ hidden[rows]
+                weight_grad += logits_grad.T @ hidden[rows]
             if bias_grad is not None:
-                bias_grad += slopes.sum(0)
+                bias_grad += logits_grad.sum(0)
         return (
             hidden_grad,
             None if weight_grad is None else weight_grad.to(weight.dtype),
@@ -72,8 +72,8 @@ class _LogProbs(torch.autograd.Function):
         )
 
 
-def _parts(num_rows: int, num_words: int) -> list[slice]:
-    each = max(1, MOST_LOGITS // num_words)
+def _parts(num_rows: int, vocab_size: int) -> list[slice]:
+    each = max(1, MAX_LOGITS // vocab_size)
     return [slice(start, start + each) for start in range(0, num_rows, each)]
 
 
@@ -81,21 +81,21 @@ def _has_kernels(logits: Tensor) -> bool:
     return logits.is_cuda and find_spec("triton") is not None
 
 
-def _look(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def _logits_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     if _has_kernels(logits):
         from practicum.train.cuda.kernels import logits_statistics
 
         return logits_statistics(logits, targets, temperature)
     scaled = logits.float() / temperature
-    normals = scaled.logsumexp(-1)
-    log_probs = scaled - normals[:, None]
-    return normals, log_probs.gather(1, targets[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
+    logsumexps = scaled.logsumexp(-1)
+    log_probs = scaled - logsumexps[:, None]
+    return logsumexps, log_probs.gather(1, targets[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
 
 
-def _slope(
+def _logits_gradient(
     logits: Tensor,
     targets: Tensor,
-    normals: Tensor,
+    logsumexps: Tensor,
     entropies: Tensor,
     grads: Tensor,
     of_entropy: Tensor | None,
@@ -104,11 +104,11 @@ def _slope(
     if _has_kernels(logits):
         from practicum.train.cuda.kernels import logits_gradient
 
-        return logits_gradient(logits, targets, normals, entropies, grads, of_entropy, temperature)
-    log_probs = logits.float() / temperature - normals[:, None]
-    shares = log_probs.exp()
-    slopes = -grads[:, None] * shares
-    slopes.scatter_add_(1, targets[:, None], grads[:, None])
+        return logits_gradient(logits, targets, logsumexps, entropies, grads, of_entropy, temperature)
+    log_probs = logits.float() / temperature - logsumexps[:, None]
+    probs = log_probs.exp()
+    grad = -grads[:, None] * probs
+    grad.scatter_add_(1, targets[:, None], grads[:, None])
     if of_entropy is not None:
-        slopes -= of_entropy[:, None] * shares * (log_probs + entropies[:, None])
-    return (slopes / temperature).to(logits.dtype)
+        grad -= of_entropy[:, None] * probs * (log_probs + entropies[:, None])
+    return (grad / temperature).to(logits.dtype)

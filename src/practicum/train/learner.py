@@ -19,7 +19,7 @@ from practicum.train.schedule import lr_factor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:
-    """See the config for what each means."""
+    """The settings of actor and critic; see the config for what each means."""
 
     model_path: str
     device: str
@@ -39,14 +39,14 @@ class LearnerSettings:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Of an optimizer update: the same on all ranks."""
+    """The result of an optimizer update: the same on all ranks."""
 
     grad_norm: float
     lr: float
 
 
 class Learner:
-    """`root` is the module whose forward is called, `model` the transformers model within."""
+    """A sharded model with its optimizer. `root` is the module whose forward is called, `model` the model within."""
 
     def __init__(self, role: str, root: nn.Module, model: Any, mesh: DeviceMesh, settings: LearnerSettings) -> None:
         self._role = role

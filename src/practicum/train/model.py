@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import nll_loss
 
 from practicum.errors import ModelError
-from practicum.train.head import MOST_LOGITS, log_probs_of
+from practicum.train.head import MAX_LOGITS, log_probs_of
 
 
 @torch.no_grad()
@@ -32,7 +32,7 @@ def supports_packing(model: Any) -> bool:
 
 @torch.no_grad()
 def _is_plain(head: Any, model: Any) -> bool:
-    """Whether logits are what the head makes of the body's output, and nothing is done to them after."""
+    """Return whether logits are what the head makes of the body's output, and nothing is done to them after."""
     if type(head) is not nn.Linear or model.base_model is model:
         return False
     ids = torch.arange(3, device=model.device)[None]
@@ -45,7 +45,7 @@ def _is_plain(head: Any, model: Any) -> bool:
 
 
 def entropies(log_probs: Tensor) -> Tensor:
-    """Of distributions [n, words], a few at a time: on a CPU in its cache, on a GPU without as much memory again."""
+    """Return those of distributions [n, vocabulary], a few at a time: in the cache of a CPU, or in little memory."""
     rows = max(1, (2**19 if log_probs.device.type == "cpu" else 2**26) // log_probs.shape[-1])
     return torch.cat([-(part.exp().mul_(part)).sum(-1) for part in log_probs.split(rows)])
 
@@ -58,7 +58,7 @@ class LogProbModel(nn.Module):
     """
 
     def __init__(self, model: Any, learns_entropy: bool = False) -> None:
-        """`learns_entropy` gives the entropies gradients, for which probabilities of all words are kept."""
+        """Wrap a model; `learns_entropy` gives the entropies gradients, for which all probabilities are kept."""
         super().__init__()
         self.model = model
         self._learns_entropy = learns_entropy
@@ -79,12 +79,12 @@ class LogProbModel(nn.Module):
         temperature: float,
         **spans: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs of `targets` [n] and entropies [n] at the flat positions `predict_at` [n], in float32.
+        """Return log-probs of `targets` [n] and entropies [n] at the flat positions `predict_at` [n], in float32.
 
         `spans` tell layers that were made for it where sequences end.
         """
         head = self._plain_head
-        if head is not None and len(targets) * head.out_features > MOST_LOGITS:
+        if head is not None and len(targets) * head.out_features > MAX_LOGITS:
             hidden = self.model.base_model(
                 input_ids=input_ids, position_ids=position_ids, use_cache=False, **spans
             )[0]  # fmt: skip
@@ -122,7 +122,7 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, predict_at: Tensor, **spans: Any) -> Tensor:
-        """Values [n] at the flat positions `predict_at` [n], in float32: each before the token predicted there."""
+        """Return values [n] at flat positions `predict_at` [n], in float32: each before the token predicted there."""
         hidden = self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False, **spans)[0]
         values: Tensor = self.head(hidden.flatten(0, 1)[predict_at])
         return values.float().sum(-1)  # over the one output: FSDP warns of views

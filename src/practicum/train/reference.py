@@ -22,7 +22,7 @@ from practicum.train.model import LogProbModel, supports_packing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceSettings:
-    """What a `ReferenceWorker` needs to know; see the config for what each means."""
+    """The settings of a `ReferenceWorker`; see the config for what each means."""
 
     model_path: str
     device: str

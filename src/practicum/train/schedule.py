@@ -13,7 +13,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 def lr_factor(schedule: str, update: int, num_updates: int, num_warmup: int) -> float:
-    """What to multiply the learning rate by for update number `update` (from 0): a linear rise, then the schedule."""
+    """Return the factor of the learning rate for update number `update` (from 0): a linear rise, then the schedule."""
     if update < num_warmup:
         return (update + 1) / (num_warmup + 1)
     done = (update - num_warmup) / max(1, num_updates - num_warmup)

@@ -24,7 +24,7 @@ from practicum.errors import RolloutError
 
 Tensors = Iterable[tuple[str, Tensor]]
 Complete = Callable[[Path], dict[str, Tensor]]
-"""Writes into a folder what makes weights a model that can be loaded (its config, its tokenizer), and returns tensors
+"""Write into a folder what makes weights a model that can be loaded (its config, its tokenizer), and returns tensors
 that are saved with it but never learnt."""
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from practicum import Message, Prompt
-from practicum.reward.graders.classifier import Classifier
+from practicum.reward.graders.remote import Classifier
 from practicum.types import Score
 from tests.reward.fakes import FakeService, saying, score_by
 from tests.samples import make_sample

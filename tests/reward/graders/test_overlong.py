@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from practicum.reward.graders.overlong import Overlong
+from practicum.reward.graders.penalties import Overlong
 from tests.samples import make_sample
 
 

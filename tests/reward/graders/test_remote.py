@@ -7,9 +7,8 @@ from pydantic import ValidationError
 
 from practicum import Message, Prompt
 from practicum.controller.host import free_port
-from practicum.reward.graders.endpoint import Endpoint
 from practicum.reward.graders.judge import Judge
-from practicum.reward.graders.remote import OWN_MODEL, conversation, question_text
+from practicum.reward.graders.remote import OWN_MODEL, Endpoint, conversation, question_text
 from tests.reward.fakes import Answer, FakeService, hang, hang_up, saying, score_by
 from tests.samples import make_sample
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from practicum import Sample
-from practicum.reward.graders.repetition import Repetition, repeated_share
+from practicum.reward.graders.penalties import Repetition, repeated_share
 from tests.samples import make_sample
 
 

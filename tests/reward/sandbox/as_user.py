@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from practicum.reward.sandbox import kernel
+from practicum.reward.sandbox import isolation as kernel
 
 USER = 12345
 

@@ -11,9 +11,9 @@ import torch
 from practicum.models import load_model
 from practicum.rollout.engine.cpu.kernels import load_kernels
 from practicum.rollout.native import NativeRollout
-from practicum.types import Prompt, RolloutRequest, SamplingParams
+from practicum.types import Prompt, PromptGroup, SamplingParams
 from tests.rollout import families
-from tests.rollout.contract import CLOSE, full_forward
+from tests.rollout.contract import CLOSE, full_forward, run, written
 from tests.rollout.families import DENSE, MIXED, save_family
 
 CPU: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
@@ -24,12 +24,13 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no 
 def goes_past_forward(engine: NativeRollout) -> tuple[bool, float]:
     """Whether it decodes so, and how far its log-probs are from those of a full forward pass."""
     ids = np.random.default_rng(0).integers(1, 15, 11).astype(np.int32)
-    engine.resume()
+    run(engine.resume())
     whole: list[int] = []
-    hook = engine._model.register_forward_pre_hook(lambda *_: whole.append(1))
-    (sample,) = engine.generate([RolloutRequest(Prompt("1", text="?"), ids, SamplingParams(20, ignore_eos=True), 0)])
+    hook = engine.model.module.register_forward_pre_hook(lambda *_: whole.append(1))
+    group = PromptGroup("1", Prompt("1", text="?"), ids, SamplingParams(20, ignore_eos=True), 0)
+    (sample,) = written(engine, [group])
     hook.remove()
-    model = load_model(engine._path).eval()
+    model = load_model(engine.model.path).eval()
     return len(whole) == 1, float(np.abs(sample.log_probs - full_forward(model, sample, 1.0)).max())
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
-from practicum.rollout.engine.cpu.kernels import CannotBuild, Kernels, Projection, build, load_kernels
+from practicum.rollout.engine.cpu.kernels import BLOCK, CannotBuild, Kernels, Projection, build, load_kernels
 
 MACHINES = ["native", "x86-64-v3", "x86-64"] if platform.machine() == "x86_64" else ["native"]
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
@@ -74,24 +74,29 @@ def test_experts(kernels: Kernels, tokens: int) -> None:
 @pytest.mark.parametrize("width", [64, 24, 128])
 def test_attention_to_what_each_row_has(kernels: Kernels, width: int, window: int | None) -> None:
     positions = torch.tensor([0, 3, 29, 7, 16])
-    query, keys, values = torch.randn(5, 4, 1, width), torch.randn(6, 2, 32, width), torch.randn(6, 2, 32, 16)
-    keys[:, :, 30:] = float("nan")  # nobody reads there
-    new = torch.randn(5, 2, 1, width)
-    kernels.keep(new, positions, keys)
-    assert torch.equal(keys[torch.arange(5), :, positions], new[:, :, 0])
-    columns = torch.arange(30)[None]
+    positions = positions * 5 + torch.tensor([0, 1, 0, 0, 0])  # over three blocks
+    query, keys, values = torch.randn(5, 4, 1, width), torch.randn(16, 2, BLOCK, width), torch.randn(16, 2, BLOCK, 16)
+    tables = torch.randperm(15).view(5, 3) + 1
+    keys[0] = values[0] = float("nan")  # nobody reads there
+    tables[0, 1:] = 0
+    new, rows = torch.randn(5, 2, width), torch.arange(5)
+    places = tables[rows, positions // BLOCK] * BLOCK + positions % BLOCK
+    kernels.keep(new, places, keys)
+    assert torch.equal(keys[places // BLOCK, :, places % BLOCK], new)
+    columns = torch.arange(3 * BLOCK)[None]
     seen = columns <= positions[:, None]
     if window is not None:
         seen &= columns > positions[:, None] - window
-    kept = keys[:5, :, :30], values[:5, :, :30]
+    kept = [part[tables].transpose(1, 2).flatten(2, 3).nan_to_num() for part in (keys, values)]
     expected = scaled_dot_product_attention(query, *kept, attn_mask=seen[:, None, None], scale=0.3, enable_gqa=True)
-    assert torch.allclose(kernels.attend(query, *kept, positions, window, 0.3), expected[:, :, 0], atol=1e-5)
+    got = kernels.attend(query, keys, values, tables, positions, window, 0.3)
+    assert torch.allclose(got, expected[:, :, 0], atol=1e-5)
 
 
 @pytest.mark.parametrize("turned", [16, 8])
 @pytest.mark.parametrize("has_norm", [True, False])
 def test_queries_keys_and_values_are_made_as_a_layer_makes_them(kernels: Kernels, turned: int, has_norm: bool) -> None:
-    x, positions, angles = torch.randn(3, 40), torch.tensor([4, 0, 9]), torch.randn(1, 3, turned)
+    x, places, angles = torch.randn(3, 40), torch.tensor([4, BLOCK, 2 * BLOCK + 9]), torch.randn(1, 3, turned)
     weights = torch.randn(4 * 16, 40), torch.randn(2 * 16, 40), torch.randn(2 * 16, 40)
     biases = [torch.randn(len(weight)) for weight in weights]
     norms = [torch.randn(16), torch.randn(16), None] if has_norm else [None] * 3
@@ -106,9 +111,9 @@ def test_queries_keys_and_values_are_made_as_a_layer_makes_them(kernels: Kernels
             own = torch.cat([rotated, own[..., turned:]], -1)
         made.append(own)
     parts = [Projection.of(*one, width=16) for one in zip(weights, biases, norms, strict=True)]
-    keys, values = torch.zeros(3, 2, 12, 16), torch.zeros(3, 2, 12, 16)
-    query = kernels.project(x, parts, 1e-6, (angles.cos(), angles.sin()), positions, keys, values)
-    got = query[:, :, 0], keys[torch.arange(3), :, positions], values[torch.arange(3), :, positions]
+    keys, values = torch.zeros(3, 2, BLOCK, 16), torch.zeros(3, 2, BLOCK, 16)
+    query = kernels.project(x, parts, 1e-6, (angles.cos(), angles.sin()), places, keys, values)
+    got = query[:, :, 0], keys[torch.arange(3), :, places % BLOCK], values[torch.arange(3), :, places % BLOCK]
     assert all(torch.allclose(one, other, atol=1e-4) for one, other in zip(got, made, strict=True))
 
 

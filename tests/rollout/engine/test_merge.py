@@ -12,6 +12,7 @@ from practicum.models import load_model
 from practicum.rollout.engine.merge import AdapterMerger
 from practicum.rollout.engines import EngineSettings, make_engine
 from practicum.weights import WeightUpdate
+from tests.rollout.contract import run
 from tests.test_adapters import stirred
 
 RANK4 = LoraSettings(4, 8)
@@ -56,15 +57,16 @@ def test_an_engine_takes_them_awake_and_after_sleep(tiny_model: Path, engine: st
         for version in (1, 2):
             for parameter in adapters_of(learner).values():
                 torch.nn.init.normal_(parameter, std=0.1)
-            writer.resume()
+            run(writer.resume())
             sent = adapters_alone(learner, torch.Tensor.detach)
-            writer.update_weights(merger.merged(WeightUpdate(version, sent, shared=False, is_whole=False)))
+            update = WeightUpdate(version, sent, shared=False, is_whole=False)
+            run(writer.update_weights(merger.merged(update)))
             for _ in range(2):
-                (found,) = writer.log_probs([ids.int().numpy()])
+                (found,) = run(writer.log_probs([ids.int().numpy()]))
                 logits = learner(input_ids=ids[None]).logits[0, :-1]
                 expected = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0].numpy()
                 assert abs(found - expected).max() < 2e-5
-                writer.release()
-                writer.resume()
-            writer.release()
-    writer.close()
+                run(writer.release())
+                run(writer.resume())
+            run(writer.release())
+    run(writer.close())

@@ -6,19 +6,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from practicum.rollout.own_model import OwnModelRollout
 
 from practicum.errors import RolloutError
 from practicum.models import load_model
+from practicum.rollout.engine.loop import LocalRollout
+from practicum.rollout.engine.model import eos_ids
 from practicum.rollout.hf import HFRollout
-from practicum.types import Prompt, RolloutRequest, SamplingParams
+from practicum.types import Prompt, PromptGroup, SamplingParams
 from practicum.weights import WeightUpdate
+from tests.rollout.contract import run, written
 
 IDS = np.array([5, 14, 6, 15], np.int32)
 
 
 @pytest.fixture
-def engine(tiny_model: Path) -> OwnModelRollout:
+def engine(tiny_model: Path) -> LocalRollout:
     return HFRollout(str(tiny_model), device=torch.device("cpu"), dtype=torch.float32, max_batch=4)
 
 
@@ -29,8 +31,8 @@ def other_model(path: Path, factor: float) -> Any:
     return model
 
 
-def num_weights(engine: OwnModelRollout) -> int:
-    return sum(parameter.numel() for parameter in engine._model.parameters())
+def num_weights(engine: LocalRollout) -> int:
+    return sum(parameter.numel() for parameter in engine.model.module.parameters())
 
 
 def expected(model: Any) -> np.ndarray:
@@ -40,70 +42,81 @@ def expected(model: Any) -> np.ndarray:
     return logits.gather(-1, ids[1:, None])[:, 0].numpy()
 
 
-def test_a_token_it_does_not_know_is_refused_before_anything_is_written(engine: OwnModelRollout) -> None:
-    engine.resume()
-    foreign = RolloutRequest(Prompt("q", text="?"), np.array([5, 99], np.int32), SamplingParams(2), seed=0)
+def test_a_token_it_does_not_know_is_refused_before_anything_is_written(engine: LocalRollout) -> None:
+    run(engine.resume())
+    foreign = PromptGroup("q", Prompt("q", text="?"), np.array([5, 99], np.int32), SamplingParams(2), seed=0)
     with pytest.raises(RolloutError, match=r"prompt q has token 99, but model .* knows 18 tokens"):
-        engine.generate([foreign])
+        written(engine, [foreign])
 
 
-def test_released_it_has_no_weights_and_resumed_the_same(engine: OwnModelRollout) -> None:
-    engine.resume()
-    (before,) = engine.log_probs([IDS])
+def test_released_it_has_no_weights_and_resumed_the_same(engine: LocalRollout) -> None:
+    run(engine.resume())
+    (before,) = run(engine.log_probs([IDS]))
     for _ in range(2):
-        engine.release()
-        engine.release()
+        run(engine.release())
+        run(engine.release())
         assert num_weights(engine) == 0
         with pytest.raises(AssertionError, match="resume"):
-            engine.log_probs([IDS])
-        engine.resume()
-        assert np.array_equal(engine.log_probs([IDS])[0], before)
+            run(engine.log_probs([IDS]))
+        run(engine.resume())
+        assert np.array_equal(run(engine.log_probs([IDS]))[0], before)
 
 
-def test_weights_that_came_by_an_update_outlast_a_release(engine: OwnModelRollout, tiny_model: Path) -> None:
-    engine.resume()
+def test_weights_that_came_by_an_update_outlast_a_release(engine: LocalRollout, tiny_model: Path) -> None:
+    run(engine.resume())
     for version, factor in ((1, 1.5), (2, 0.5)):
         other = other_model(tiny_model, factor)
-        engine.update_weights(WeightUpdate(version, other.named_parameters(), shared=False))
-        engine.release()
+        run(engine.update_weights(WeightUpdate(version, other.named_parameters(), shared=False)))
+        run(engine.release())
         assert num_weights(engine) == 0
-        engine.resume()
-        assert np.abs(engine.log_probs([IDS])[0] - expected(other)).max() < 2e-5
+        run(engine.resume())
+        assert np.abs(run(engine.log_probs([IDS]))[0] - expected(other)).max() < 2e-5
 
 
-def test_a_released_engine_may_be_given_weights(engine: OwnModelRollout, tiny_model: Path) -> None:
-    engine.resume()
-    engine.release()
+def test_a_released_engine_may_be_given_weights(engine: LocalRollout, tiny_model: Path) -> None:
+    run(engine.resume())
+    run(engine.release())
     other = other_model(tiny_model, 1.5)
-    engine.update_weights(WeightUpdate(1, other.named_parameters(), shared=False))
-    engine.resume()
-    assert np.abs(engine.log_probs([IDS])[0] - expected(other)).max() < 2e-5
+    run(engine.update_weights(WeightUpdate(1, other.named_parameters(), shared=False)))
+    run(engine.resume())
+    assert np.abs(run(engine.log_probs([IDS]))[0] - expected(other)).max() < 2e-5
 
 
-def test_weights_of_the_trainer_are_not_given_back(engine: OwnModelRollout, tiny_model: Path) -> None:
-    engine.resume()
-    engine.release()
+def test_weights_of_the_trainer_are_not_given_back(engine: LocalRollout, tiny_model: Path) -> None:
+    run(engine.resume())
+    run(engine.release())
     other = other_model(tiny_model, 1.5)
-    engine.update_weights(WeightUpdate(1, other.named_parameters(), shared=True))
-    engine.resume()
-    engine.release()
+    run(engine.update_weights(WeightUpdate(1, other.named_parameters(), shared=True)))
+    run(engine.resume())
+    run(engine.release())
     assert all(parameter.numel() for parameter in other.parameters())
-    engine.resume()
-    assert np.abs(engine.log_probs([IDS])[0] - expected(other)).max() < 2e-5
+    run(engine.resume())
+    assert np.abs(run(engine.log_probs([IDS]))[0] - expected(other)).max() < 2e-5
 
 
-def test_what_is_too_long_is_refused(engine: OwnModelRollout) -> None:
+def test_what_is_too_long_is_refused(engine: LocalRollout) -> None:
     with pytest.raises(ValueError, match="room for 64"):
-        engine.check(RolloutRequest(Prompt("p", text="1"), IDS, SamplingParams(61), seed=0))
-    engine.check(RolloutRequest(Prompt("p", text="1"), IDS, SamplingParams(60), seed=0))
+        engine.check(PromptGroup("p", Prompt("p", text="1"), IDS, SamplingParams(61), seed=0))
+    engine.check(PromptGroup("p", Prompt("p", text="1"), IDS, SamplingParams(60), seed=0))
 
 
 def test_told_to_stay_loaded_it_keeps_its_weights_on_a_cpu(tiny_model: Path) -> None:
     engine = HFRollout(
         str(tiny_model), device=torch.device("cpu"), dtype=torch.bfloat16, max_batch=4, stays_loaded=True
     )
-    engine.resume()
-    engine.release()
+    run(engine.resume())
+    run(engine.release())
     assert num_weights(engine) > 0
     with pytest.raises(AssertionError, match="resume"):
-        engine.log_probs([IDS])
+        run(engine.log_probs([IDS]))
+
+
+def test_all_ends_of_text_count(model: Any, tokenizer: Any) -> None:
+    own = int(tokenizer.eos_token_id)
+    before = model.generation_config.eos_token_id
+    try:
+        for declared, expected in ((None, {own}), (own, {own}), ([own, 9], {own, 9})):
+            model.generation_config.eos_token_id = declared
+            assert set(eos_ids(model, tokenizer)) == expected
+    finally:
+        model.generation_config.eos_token_id = before

@@ -2,16 +2,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from practicum.rollout.sampling import draw, uniforms
 
 from practicum.errors import TrainingError
+from practicum.rollout.engine.sampling import draw
+from practicum.rollout.engine.sequence import uniforms
 from practicum.types import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
 
 
 def frequencies(params: SamplingParams, num_draws: int = 40_000) -> torch.Tensor:
-    tokens, _ = draw(LOGITS.expand(num_draws, -1), uniforms([(7, 0)], num_draws)[0], params)
+    tokens, _ = draw(LOGITS.expand(num_draws, -1), torch.from_numpy(uniforms(7, 0, num_draws)), params)
     return torch.bincount(tokens, minlength=len(LOGITS)) / num_draws
 
 
@@ -52,12 +53,3 @@ def test_the_largest_uniform_number_never_picks_an_impossible_token() -> None:
 def test_logits_that_are_no_numbers_are_named() -> None:
     with pytest.raises(TrainingError, match="no longer numbers"):
         draw(torch.tensor([[0.0, float("nan"), 1.0]]), torch.tensor([0.5]), SamplingParams(1))
-
-
-def test_each_row_of_random_numbers_depends_on_its_own_seed_alone() -> None:
-    together = uniforms([(1, 0), (1, 1), (2, 0)], 5)
-    assert torch.equal(uniforms([(1, 1)], 5)[0], together[1])
-    assert len(set(together.flatten().tolist())) == 15
-    assert torch.equal(uniforms([(1, 0)], 3)[0], together[0, :3])
-    large = uniforms([(2**63 + 1, 0), (2**63 + 2, 0), (2**64 - 1, 0)], 4)  # beyond what a float tells apart
-    assert len(set(large.flatten().tolist())) == 12

@@ -98,10 +98,12 @@ def test_slots_and_blocks_bound_what_is_admitted() -> None:
 
 def test_a_block_is_kept_for_each_of_those_under_way() -> None:
     own = scheduler(4)
-    own.add(answers(2, 2))
+    own.add([*answers(2, 1), *answers(2, 1), *answers(2, 1, max_new=1)])
     own.admit()
     own.add(answers(2))
-    assert own.admit() == [] and own.num_free_blocks == 2
+    assert own.admit() == [] and own.num_free_blocks == 1
+    own.remove([own.running[0]])
+    assert sizes(own.admit()) == [1]  # the last of those under way needs no more
 
 
 def test_sequences_grow_all_or_none() -> None:
@@ -178,8 +180,7 @@ def test_all_are_written_whatever_happens_and_every_block_has_its_holders(
     grow_blocks: int,
     moves: list[int],
 ) -> None:
-    """As the engine's loop goes, with sequences that end early, are aborted, and come in meanwhile; with a device that is
-    so many launches behind."""
+    """As the engine's loop goes, with sequences that are aborted and come in meanwhile, and a device so far behind."""
     own = scheduler(num_blocks, max_batch, prefill_tokens=16, grow_blocks=grow_blocks)
     expected = [sequence for prompt, num, max_new in asked for sequence in answers(prompt, num, max_new)]
     coming, ended, aborted = list(expected), [], []

@@ -431,7 +431,7 @@ def test_an_answer_that_the_engine_aborts_is_503(steps: tuple[StepEngine, str]) 
         assert engine._loop is not None
         engine._loop.call_soon_threadsafe(engine.abort)
         status, told = asking.result(WAIT_S)
-    assert status == 503 and "the answer was broken off" in told["error"]["message"]
+    assert status == 503 and "the answer was aborted" in told["error"]["message"]
 
 
 def test_an_engine_that_has_been_closed_takes_nothing(steps: tuple[StepEngine, str]) -> None:

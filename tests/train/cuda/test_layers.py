@@ -49,8 +49,8 @@ def passed(model: Any, device: torch.device, dtype: torch.dtype, *, fast: bool) 
 def test_they_are_no_further_from_float32_than_the_usual_ones(
     family: str, most: int, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("practicum.train.model.MOST_LOGITS", most)
-    monkeypatch.setattr("practicum.train.head.MOST_LOGITS", most)
+    monkeypatch.setattr("practicum.train.model.MAX_LOGITS", most)
+    monkeypatch.setattr("practicum.train.head.MAX_LOGITS", most)
     folder = str(save_family(family, tmp_path))
     exact = passed(load_model(folder), torch.device("cpu"), torch.float32, fast=False)
     usual = passed(load_model(folder), CUDA, torch.bfloat16, fast=False)

@@ -11,17 +11,15 @@ from pydantic import ValidationError
 from practicum.errors import RewardError
 from practicum.reward.graders.base import Grader
 from practicum.reward.graders.choice import Choice
-from practicum.reward.graders.classifier import Classifier
 from practicum.reward.graders.code import Code
-from practicum.reward.graders.endpoint import Endpoint
 from practicum.reward.graders.exact import Exact
 from practicum.reward.graders.json_schema import JsonSchema
 from practicum.reward.graders.judge import Judge
 from practicum.reward.graders.math import Math
 from practicum.reward.graders.numeric import Numeric
-from practicum.reward.graders.overlong import Overlong
+from practicum.reward.graders.penalties import Overlong, Repetition
 from practicum.reward.graders.regex import Regex
-from practicum.reward.graders.repetition import Repetition
+from practicum.reward.graders.remote import Classifier, Endpoint
 
 __all__ = ["GRADERS", "Grader", "make_grader", "option_names"]
 

@@ -1,7 +1,9 @@
-"""What graders that ask over HTTP have in common: whom they ask, and how."""
+"""Graders that ask over HTTP: whom they ask, and how; reward models with one output, and services of any kind."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,10 +12,12 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator
 
 from practicum.reward.graders.base import Grader
+from practicum.reward.values import score_of
 from practicum.types import Prompt, Sample, Score
 
 if TYPE_CHECKING:
     from practicum.reward.client import RewardClient
+
 
 OWN_MODEL = "model"
 """The name under which the client knows the replicas of `reward.model`."""
@@ -96,3 +100,56 @@ def question_text(sample: Sample) -> str:
     if len(prompt.messages) == 1:
         return prompt.messages[0].content
     return "\n\n".join(f"{message.role}: {message.content}" for message in prompt.messages)
+
+
+class Classifier(RemoteGrader):
+    """What a model with one output makes of question and answer, as it is: it need not lie between 0 and 1."""
+
+    model_kind: ClassVar[str | None] = "classifier"
+
+    model: str | None = None
+    """The model's name, for servers that hold several."""
+
+    async def grade(self, sample: Sample, client: RewardClient) -> Score:
+        # Asked in the shape of vLLM's /classify; raw outputs, since a reward need not lie between 0 and 1.
+        body: dict[str, Any] = {"use_activation": False, **({"model": self.model} if self.model else {})}
+        if sample.prompt.messages is None:
+            body["input"] = f"{sample.prompt.text}{sample.text}"
+        else:
+            body["messages"] = [*conversation(sample.prompt), {"role": "assistant", "content": sample.text}]
+        reply = await client.post(self.target, self.path or "/classify", body, self.headers())
+        try:
+            (row,) = reply["data"]
+            (value,) = row["probs"]
+            value = float(value)
+        except (KeyError, TypeError, ValueError):
+            return Score.failed("invalid", f"the reward model answered without one number: {str(reply)[:200]}")
+        if not math.isfinite(value):
+            return Score.failed("invalid", f"the reward model answered {value}")
+        return Score(value)
+
+
+class Endpoint(RemoteGrader):
+    """What a service of yours answers: a number, or a mapping with `score`, and `parts` if it likes."""
+
+    urls: tuple[str, ...] = Field(min_length=1)
+    """Who is asked, such as http://grader-1:9000/score; a router shares the work among several."""
+
+    def check(self, prompt: Prompt) -> None:
+        try:
+            json.dumps([prompt.answer, dict(prompt.metadata)])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"what the record holds cannot be sent as JSON: {error}") from error
+
+    async def grade(self, sample: Sample, client: RewardClient) -> Score:
+        prompt = sample.prompt
+        body: dict[str, Any] = {
+            "prompt": question_text(sample),
+            "messages": conversation(prompt),
+            "text": sample.text,
+            "ground_truth": prompt.answer,
+            "data_source": prompt.data_source,
+            "metadata": dict(prompt.metadata),
+            "finish_reason": sample.finish_reason,
+        }
+        return score_of(await client.post(self.target, self.path or "/", body, self.headers()))

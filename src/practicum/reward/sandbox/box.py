@@ -40,7 +40,7 @@ from practicum.reward.sandbox import layout, syscalls
 
 Kind = Literal["exited", "signalled", "timeout", "memory", "output"]
 
-MODULES = ("kernel", "places", "launcher")
+MODULES = ("isolation", "launcher")
 # Code objects come first, then the request. Registered under their full names, the modules find each other.
 BOOT = """
 import marshal, sys

@@ -23,8 +23,18 @@ import select
 import time
 from typing import Any
 
-from practicum.reward.sandbox.kernel import PR_SET_PDEATHSIG, SIGCHLD, SIGKILL, libc, prctl
-from practicum.reward.sandbox.places import Box, Spec, Yard, build_root, enter_namespaces
+from practicum.reward.sandbox.isolation import (
+    PR_SET_PDEATHSIG,
+    SIGCHLD,
+    SIGKILL,
+    Box,
+    Spec,
+    Yard,
+    build_root,
+    enter_namespaces,
+    libc,
+    prctl,
+)
 
 TICK_S = 0.05
 

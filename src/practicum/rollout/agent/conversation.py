@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -98,29 +98,55 @@ class Conversations:
 
     async def generate(
         self, groups: Sequence[PromptGroup], on_tokens: OnTokens | None = None
-    ) -> AsyncIterator[list[PromptGroup]]:
+    ) -> AsyncGenerator[list[PromptGroup], None]:
         """Yield the groups in lists as their conversations end; leaving early aborts the rest.
 
         `on_tokens` gets every token as it comes, with NaN as the log-prob of tokens that the model did not write.
         """
         for group in groups:
             self.check(group)
-        ended: asyncio.Queue[PromptGroup | None] = asyncio.Queue()
-        writing = asyncio.create_task(self._write(groups, ended, on_tokens))
-        writing.add_done_callback(lambda _: ended.put_nowait(None))
-        try:
-            is_last = False
-            while not is_last:
-                found = [await ended.get()]
-                while not ended.empty():
-                    found.append(ended.get_nowait())
-                is_last = None in found
-                if ready := [group for group in found if group is not None]:
-                    yield ready
-            writing.result()
-        finally:
-            writing.cancel()
-            await asyncio.wait([writing])
+        ended: asyncio.Queue[asyncio.Task[_Conversation | None]] = asyncio.Queue()
+        async with nullcontext() if self._is_partial else self.engine.writing():
+            conversations = [
+                _Conversation(self, group, trajectory, on_tokens)
+                for group in groups
+                for trajectory in group.trajectories
+                if not trajectory.is_finished
+            ]
+            num_open = dict.fromkeys(groups, 0)
+            for conversation in conversations:
+                num_open[conversation.group] += 1
+            if whole := [group for group, num in num_open.items() if not num]:
+                yield whole
+            self._running.update(conversations)
+            # The first turns in one batch: what an engine reads together is then no matter of chance.
+            first = {turn: one.first for one in conversations if (turn := one.begin()) is not None}
+            work = [*map(self._run, conversations), self._write_first(first)]
+            tasks: list[asyncio.Task[_Conversation | None]] = [asyncio.create_task(one) for one in work]
+            for task in tasks:
+                task.add_done_callback(ended.put_nowait)
+            try:
+                num_tasks = len(tasks)
+                while num_tasks:
+                    done = [await ended.get()]
+                    while not ended.empty():
+                        done.append(ended.get_nowait())
+                    num_tasks -= len(done)
+                    whole = []
+                    for task in done:
+                        if task.exception() is None and (ended_now := task.result()) is not None:
+                            num_open[ended_now.group] -= 1
+                            if not num_open[ended_now.group]:
+                                whole.append(ended_now.group)
+                    if whole:
+                        yield whole
+                    for task in done:
+                        task.result()
+            finally:
+                self._running.difference_update(conversations)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     def abort(self) -> None:
         """End all conversations soon, with what there is of them and finish reason `abort`."""
@@ -133,51 +159,19 @@ class Conversations:
         self.abort()
         await self.user_code.close()
 
-    async def _write(
-        self, groups: Sequence[PromptGroup], ended: asyncio.Queue[PromptGroup | None], on_tokens: OnTokens | None
-    ) -> None:
-        """Hold all conversations and put each group in the queue when its last one ends. Raise the first failure."""
-        async with nullcontext() if self._is_partial else self.engine.writing():
-            conversations: list[_Conversation] = []
-            num_left: list[int] = []  # of each group
-            for group in groups:
-                missing = [trajectory for trajectory in group.trajectories if not trajectory.is_finished]
-                conversations += [_Conversation(self, group, one, on_tokens, len(num_left)) for one in missing]
-                num_left.append(len(missing))
-                if not missing:
-                    ended.put_nowait(group)
-
-            async def run(conversation: _Conversation) -> None:
-                await self._run(conversation)
-                num_left[conversation.index] -= 1
-                if not num_left[conversation.index]:
-                    ended.put_nowait(conversation.group)
-
-            self._running.update(conversations)
-            tasks = [asyncio.create_task(run(conversation)) for conversation in conversations]
-            # The first turns in one batch: what an engine reads together is then no matter of chance.
-            first = {turn: one.first for one in conversations if (turn := one.begin()) is not None}
-            tasks.append(asyncio.create_task(self._write_first(first)))
-            try:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-                for task in done:
-                    task.result()
-            finally:
-                self._running.difference_update(conversations)
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
-
-    async def _write_first(self, turns: dict[EngineSequence, asyncio.Future[Sample]]) -> None:
+    async def _write_first(self, turns: dict[EngineSequence, asyncio.Future[Sample]]) -> _Conversation | None:
+        """Have the first turns written. A failure of the engine is raised here; who waits for them is cancelled."""
         async with aclosing(self.engine.written(list(turns))) as written:
             async for some in written:
                 for turn, sample in some:
                     turns[turn].set_result(sample)
+        return None
 
-    async def _run(self, conversation: _Conversation) -> None:
+    async def _run(self, conversation: _Conversation) -> _Conversation | None:
         prompt_id = conversation.group.prompt.id
         try:
             conversation.end(await conversation.run())
+            return conversation
         except EngineFailed as failure:
             assert isinstance(failure.__cause__, Exception)
             raise failure.__cause__ from None
@@ -214,10 +208,8 @@ class _Conversation:
         group: PromptGroup,
         trajectory: Trajectory,
         on_tokens: OnTokens | None,
-        index: int,
     ) -> None:
         self.group = group
-        self.index = index  # of the group in the call
         self.trajectory = trajectory
         self._of = conversations
         self._engine = conversations.engine
@@ -250,6 +242,7 @@ class _Conversation:
         """Have `run` return soon, with what there is."""
         self._is_cancelled = True
         if self._turn is not None:
+            self._turn.is_aborted = True  # also where the engine does not have it yet
             self._engine.abort([self._turn])
         if self._reply is not None:
             self._reply.cancel()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from practicum.errors import RolloutError
@@ -28,13 +27,8 @@ _KEY = "rollout.agent.environment"
 _NUM_RESETS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The result of a reset or a step."""
-
-    state: bytes
-    said: str | None
-    outcome: Any = None
+Step = tuple[bytes, str | None, Any]
+"""The result of a reset or a step: the environment as a pickle, what it said, the outcome."""
 
 
 class EnvironmentWork(Work):
@@ -78,7 +72,7 @@ def _step(environment: Any, said: Any) -> Step:
     if said is not None and not isinstance(said, str):
         raise TypeError(f"returned {type(said).__name__}, not text or None")
     outcome = environment.outcome() if hasattr(environment, "outcome") else None
-    return Step(pickle.dumps(environment), said, outcome)
+    return pickle.dumps(environment), said, outcome
 
 
 class Environments(UserCode):
@@ -91,31 +85,20 @@ class Environments(UserCode):
 
     def __init__(self, spec: str, timeout_s: float, num_processes: int | None = None) -> None:
         super().__init__(timeout_s, num_processes)
-        self._spec = spec
+        self.spec = spec
 
     def interaction(self) -> Interaction:
         return _EnvironmentInteraction(self)
 
     async def _start(self) -> None:
-        pool = await self._pool(EnvironmentWork(self._spec), is_async=False)
+        pool = await self._pool(EnvironmentWork(self.spec), is_async=False)
         if (await pool.run(("describe",), DESCRIBE_S)).value:
             await pool.close()
-            pool = await self._pool(EnvironmentWork(self._spec, is_async=True), is_async=True)
+            pool = await self._pool(EnvironmentWork(self.spec, is_async=True), is_async=True)
         self._pool_of_steps = pool
 
-    async def reset(self, prompt: Prompt) -> Step:
-        """Raise `RolloutError` where it fails: without a beginning there is nothing to go on with."""
-        for attempt in range(1, _NUM_RESETS + 1):
-            try:
-                return await self.run(("reset", prompt.__reduce__()[1]))
-            except JobFailed as failure:
-                if failure.kind == "raised" or attempt == _NUM_RESETS:
-                    what = f"{_KEY}={self._spec!r}: reset for prompt {prompt.id} {failure.reason}"
-                    raise RolloutError(what) from failure
-        raise AssertionError("unreachable")
-
-    async def run(self, job: tuple[Any, ...]) -> Step:
-        """Raise `JobFailed` where the step fails."""
+    async def run(self, *job: Any) -> Step:
+        """Raise `JobFailed` where the reset or step fails."""
         step: Step = (await self._pool_of_steps.run(job, self._timeout_s)).value
         return step
 
@@ -127,16 +110,22 @@ class _EnvironmentInteraction(Interaction):
         self._state = b""
 
     async def begin(self, prompt: Prompt) -> str | None:
-        step = await self._environments.reset(prompt)
-        self._state, self.outcome = step.state, step.outcome
-        return step.said
+        """Raise `RolloutError` where the reset fails: without a beginning there is nothing to go on with."""
+        for attempt in range(1, _NUM_RESETS + 1):
+            try:
+                self._state, said, self.outcome = await self._environments.run("reset", prompt.__reduce__()[1])
+                return said
+            except JobFailed as failure:
+                if failure.kind == "raised" or attempt == _NUM_RESETS:
+                    what = f"{_KEY}={self._environments.spec!r}: reset for prompt {prompt.id} {failure.reason}"
+                    raise RolloutError(what) from failure
+        raise AssertionError("unreachable")
 
     async def reply(self, text: str, marked: str, *, is_last: bool) -> Sequence[ChatMessage] | None:
         try:
-            step = await self._environments.run(("step", self._state, text))
+            self._state, said, self.outcome = await self._environments.run("step", self._state, text)
+            self.counts["ok"] += 1
         except JobFailed as failure:  # something that was said; the environment stays as it was
             self.counts["raised" if failure.kind == "crashed" else failure.kind] += 1
-            return [{"role": "user", "content": f"error: {failure.reason}"}]
-        self.counts["ok"] += 1
-        self._state, self.outcome = step.state, step.outcome
-        return None if step.said is None else [{"role": "user", "content": step.said}]
+            said = f"error: {failure.reason}"
+        return None if said is None else [{"role": "user", "content": said}]

@@ -1,4 +1,4 @@
-"""The user's code that answers the model between its turns, tools or an environment, in processes that may be killed."""
+"""The user's code that answers the model between turns, tools or an environment, in processes that may be killed."""
 
 from __future__ import annotations
 

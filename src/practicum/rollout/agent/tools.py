@@ -24,7 +24,6 @@ import json
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -176,12 +175,12 @@ class Tool:
                 raise RolloutError(f"{_KEY}: {self._where} takes {parameter}: a tool takes named parameters only.")
             if parameter.name not in hints:
                 raise RolloutError(f"{_KEY}: {self._where} needs a type hint for its parameter {parameter.name!r}.")
-            told: dict[str, Any] = {"alias": parameter.name}
+            options: dict[str, Any] = {"alias": parameter.name}
             if parameter.name in about:
-                told["description"] = about[parameter.name]
+                options["description"] = about[parameter.name]
             default = ... if parameter.default is parameter.empty else parameter.default
             # By other names within the model, which has methods of its own that a parameter may be called like.
-            fields[f"given_{parameter.name}"] = (hints[parameter.name], Field(default, **told))
+            fields[f"given_{parameter.name}"] = (hints[parameter.name], Field(default, **options))
         try:
             return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         except PydanticUserError as error:
@@ -348,5 +347,6 @@ def describe_tools(specs: Sequence[str]) -> list[ToolDescription]:
 
     if not specs:
         return []
-    with ThreadPoolExecutor(1) as thread:  # a notebook has a loop of its own in this one
-        return thread.submit(asyncio.run, ask()).result()
+    from practicum.controller.loop import run_sync  # not for the processes of tools, which import this file
+
+    return run_sync(ask())

@@ -70,6 +70,7 @@ class KVCache:
     def __init__(self, kernels: Kernels | None = None) -> None:
         self.step: Prefill | Decode
         self.num_blocks = 0  # beside block 0; memory is taken when something is first kept
+        self.gathers = kernels is None  # for a step, what the rows' blocks hold; or kernels attend to the blocks
         self._kernels = kernels
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [1 + blocks, heads, BLOCK, width] each
         self.windows: set[int | None] = set()  # that layers have asked for
@@ -114,7 +115,7 @@ class KVCache:
                 part[step.places // BLOCK, :, step.places % BLOCK] = rows
         if isinstance(step, Prefill):
             return key, value
-        return kept if self._kernels is not None else (_gathered(kept[0], step.tables), _gathered(kept[1], step.tables))
+        return (_gathered(kept[0], step.tables), _gathered(kept[1], step.tables)) if self.gathers else kept
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -162,7 +163,7 @@ class KVCache:
             self.asked[layer] = sliding_window, scaling
         if isinstance(step, Prefill):
             out = _each_by_itself(query, key, value, step, sliding_window, scaling)
-        elif self._kernels is not None:
+        elif self._kernels is not None and not self.gathers:
             out = self._kernels.attend(query, key, value, step.tables, step.positions, sliding_window, scaling)
             return out[:, None], None
         else:

@@ -86,12 +86,15 @@ class LocalRollout(BaseRollout):
     async def close(self) -> None:
         """Give all memory back. What is under way fails."""
         if not self._is_closed:
-            self._is_closed = True
-            await self._call(self._shut)
+            shut = self._call(self._shut)
+            self._is_closed, self._is_awake = True, False
+            await shut
             self._commands.put(None)
 
-    async def _call(self, function: Callable[[], T]) -> T:
+    def _call(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Run it in the engine's thread, between two steps."""
+        if self._is_closed:
+            raise RolloutError("the engine has been closed")
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
 
@@ -111,7 +114,7 @@ class LocalRollout(BaseRollout):
             _call_soon(loop, resolve, *outcome)
 
         self._commands.put(command)
-        return await result
+        return result
 
     # In the engine's thread
 

@@ -63,7 +63,10 @@ class Scheduler:
         groups of sequences that begin with the same tokens. They are running from now on."""
         groups: list[list[Sequence]] = []
         num_tokens = 0
-        num_free = self.num_free_blocks - len(self.running)  # a block for each of those under way
+        # One more block is left to each of those under way that may need it.
+        num_free = self.num_free_blocks - sum(
+            len(one.blocks) * self.block_size < one.max_tokens for one in self.running if self.waiting
+        )
         while self.waiting and self._free_slots:
             first = self.waiting[0]
             length = first.num_tokens

@@ -35,7 +35,7 @@ class Capabilities:
     model: str
     owner: str
     max_tokens: int | None
-    """Prompt and answer together; None where the server does not say."""
+    """The room for prompt and answer together; None where the server does not say."""
     has_extensions: bool
     """Whether it knows what vLLM has beside the protocol: top_k, stop_token_ids, ignore_eos, return_token_ids."""
     is_tempered: bool
@@ -121,7 +121,7 @@ def seed_of(sequence: Sequence) -> int:
 
 
 class TokenReader:
-    """Reads token ids and log-probs from choices, whatever the server calls its tokens."""
+    """A reader of token ids and log-probs in choices, whatever the server calls its tokens."""
 
     def __init__(self, tokenizer: Any, server: str) -> None:
         self._tokenizer = tokenizer

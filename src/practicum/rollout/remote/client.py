@@ -44,7 +44,7 @@ class Transport(Protocol):
 
 
 class CompletionsClient:
-    """`server` is an address such as http://host:8000; `timeout_s` is the longest time without news on a request."""
+    """A client over HTTP. Servers are addresses such as http://host:8000; `timeout_s` is the time between two parts."""
 
     def __init__(self, *, api_key: str | None = None, timeout_s: float = 300.0) -> None:
         self.timeout_s = timeout_s

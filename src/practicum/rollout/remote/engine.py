@@ -48,7 +48,7 @@ class Answer:
     sequence: Sequence
     done: asyncio.Future[Sample]
     versions: list[int | None] = field(default_factory=list)
-    """Of each token; None where the server has not said yet."""
+    """The version of each token; None where the server has not said yet."""
     is_over: bool = False
     """Whether the server is done with it too."""
 
@@ -97,7 +97,7 @@ class RemoteRollout(BaseRollout):
     @property
     @abstractmethod
     def _name(self) -> str:
-        """Who answers, for messages."""
+        """The name of who answers, for messages."""
 
     @abstractmethod
     async def _load(self, folder: str, version: int) -> None:

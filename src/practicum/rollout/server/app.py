@@ -1,4 +1,4 @@
-"""A service behind HTTP: who may ask, when it sleeps, how failures are told.
+"""A service behind HTTP: access, sleep, and failures in OpenAI's shape.
 
 POST /v1/completions, /v1/chat/completions, /classify, /update_weights,
      /log_probs   what the service answers, while awake
@@ -67,7 +67,7 @@ class ModelServer:
         app.add_routes([
             *(web.post(path, self._ask if path in service.handlers else self._refuse) for path in _PATHS),
             web.post("/tokenize", self._tokenize),
-            web.post("/detokenize", self._detokenize),
+            web.post("/detokenize", self._tokenize),
             web.post("/sleep", self._sleep),
             web.post("/wake_up", self._wake_up),
             web.get("/health", self._health),
@@ -77,10 +77,10 @@ class ModelServer:
         ])  # fmt: skip
         # A handler is cancelled when its client goes away, so that nothing is computed for nobody.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-        self._site: web.TCPSite
+        self._site: web.TCPSite | None = None
 
     async def start(self) -> Self:
-        """Listen, at a free port unless told another. Raise `RolloutError` where the address cannot be had."""
+        """Listen, at a free port unless a port is given. Raise `RolloutError` where the address cannot be had."""
         try:
             await self._runner.setup()
             self._site = web.TCPSite(self._runner, self._host, self._port, backlog=1024)
@@ -109,11 +109,12 @@ class ModelServer:
         if self._is_closed:
             return
         self._is_closed = True
-        await self._site.stop()  # takes no more connections
+        if self._site is not None:
+            await self._site.stop()  # takes no more connections
         self._is_ending = True
         await asyncio.wait([asyncio.create_task(self._is_idle.wait())], timeout=finish_s)
         if self._num_open:
-            log.warning("%d requests are broken off, as they took longer than %g s", self._num_open, finish_s)
+            log.warning("%d requests are aborted, as they took longer than %g s", self._num_open, finish_s)
         await self._runner.cleanup()
         await self._service.close()
 
@@ -177,10 +178,8 @@ class ModelServer:
         raise BadRequest(f"{self._service.name} does not answer {request.path}: ask it at POST {paths}.")
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response(await self._service.tokenize(await request.read()))
-
-    async def _detokenize(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response(await self._service.detokenize(await request.read()))
+        convert = self._service.tokenize if request.path == "/tokenize" else self._service.detokenize
+        return web.json_response(await self._service.in_encoder(convert, await request.read()))
 
     async def _sleep(self, request: web.Request) -> web.StreamResponse:
         await self.sleep(_SLEEP_S)
@@ -214,7 +213,7 @@ class ModelServer:
         if self._token is None or request.path in _OPEN_TO_ALL:
             return
         kind, _, sent = request.headers.get("Authorization", "").partition(" ")
-        # Compared in a time that does not tell how much of it is right.
+        # Compared in a time that is the same however much of it is right.
         if kind.lower() != "bearer" or not hmac.compare_digest(
             sent.strip().encode(errors="surrogateescape"), self._token
         ):

@@ -42,7 +42,7 @@ class IncrementalDetokenizer:
             self._text += now[len(before) :]
             self._settled, self._read = self._read, len(self._ids)
         text, is_stopped = self._cut(self._text)
-        return self._new(text if is_stopped else text[: len(text) - self._num_doubtful(text)])
+        return self._new(text if is_stopped else text[: len(text) - num_doubtful(text, self._stops)])
 
     def finish(self, token_ids: Sequence[int]) -> str:
         """Return the rest of the text, when these are all tokens of the answer."""
@@ -61,17 +61,13 @@ class IncrementalDetokenizer:
         end, at = min(found)
         return text[: end if self._keeps_stop else at], True
 
-    def _num_doubtful(self, text: str) -> int:
-        """Return how many characters at the end may become a stop text."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
-
     def _decode(self, token_ids: Sequence[int]) -> str:
         if not len(token_ids):
             return ""
         return self._encoder.decode(token_ids, skip_special_tokens=self._skip_special_tokens, keeps=self._keeps)
+
+
+def num_doubtful(text: str, marks: Sequence[str]) -> int:
+    """Return how many characters at the end may become one of the marks."""
+    ends = (n for mark in marks for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n]))
+    return max(ends, default=0)

@@ -1,6 +1,6 @@
-"""Errors as HTTP tells them, in OpenAI's shape.
+"""Errors over HTTP, in OpenAI's shape.
 
-HttpError          status, type and code, as clients tell errors apart
+HttpError          status, type and code, by which clients know an error
 ├── BadRequest     400  a request that nobody can answer
 ├── Unauthorized   401
 ├── NoSuchModel    404

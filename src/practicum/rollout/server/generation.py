@@ -1,6 +1,6 @@
 """An engine that answers: POST /v1/completions, /v1/chat/completions, /update_weights and /log_probs.
 
-    request ─ encoder thread: parsed, encoded, checked ─▶ engine, among all others ─▶ events ─ encoder thread ─▶ client
+    request ─ encoder thread: parsed, encoded, checked ─▶ engine, among all others ─▶ reply, or events of a stream
 
 A client that goes away takes its request along: the engine stops writing for it.
 """
@@ -8,9 +8,10 @@ A client that goes away takes its request along: the engine stops writing for it
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -69,9 +70,11 @@ class _Generation:
     def num_prompt_tokens(self) -> int:
         return sum(len(group.prompt_ids) for group in self.groups)
 
-    def sequences(self, events: asyncio.Queue[_Event | None] | None = None) -> list[EngineSequence]:
-        def listener(index: int) -> Any:
-            if events is None:
+    def sequences(self, events: asyncio.Queue[_Event | None]) -> list[EngineSequence]:
+        """Return a sequence for each answer; those of a stream put their tokens in the queue."""
+
+        def listener(index: int) -> Callable[[list[int], list[float]], None] | None:
+            if not self.request.stream:
                 return None
             return lambda token_ids, log_probs: events.put_nowait(_Event(index, token_ids, log_probs))
 
@@ -96,6 +99,8 @@ class GenerationService(Service):
     ) -> None:
         encoder = Encoder(tokenizer, model_config.get_text_config().vocab_size)
         super().__init__(name, encoder, Limit.of(model_config, tokenizer, *limits), names, reader)
+        # The tokens of a chunk are decoded in microseconds, on the event loop: a way to the encoder thread costs more.
+        self._stream_encoder = Encoder(copy.deepcopy(tokenizer), model_config.get_text_config().vocab_size)
         self._engine = engine
         self._dtype = dtype
         self._shapes = weight_shapes(model_config)
@@ -161,25 +166,14 @@ class GenerationService(Service):
         async with self._engine.writing():
             if asked.request.stream:
                 return await self._stream(request, asked)
-            samples = []
-            async with aclosing(self._ended(asked.sequences())) as ended:
-                samples = sorted([pair async for pair in ended], key=lambda pair: pair[0])
-        self.metrics.add_tokens(0, sum(len(sample.token_ids) for _, sample in samples))
-        reply = await self.in_encoder(self._reply, asked, [sample for _, sample in samples])
+            samples: dict[int, Sample] = {}
+            async with aclosing(self._events(asked)) as events:
+                async for event in events:
+                    if event.sample is not None:
+                        samples[event.index] = event.sample
+        self.metrics.add_tokens(0, sum(len(sample.token_ids) for sample in samples.values()))
+        reply = await self.in_encoder(self._reply, asked, [samples[index] for index in sorted(samples)])
         return web.Response(body=reply, content_type="application/json")
-
-    async def _ended(self, sequences: list[EngineSequence]) -> AsyncGenerator[tuple[int, Sample], None]:
-        """Have the answers written; yield each with its index when it ends."""
-        index = {sequence: number for number, sequence in enumerate(sequences)}
-        try:
-            async with aclosing(self._engine.written(sequences)) as written:
-                async for some in written:
-                    for sequence, sample in some:
-                        if sample.finish_reason == "abort":
-                            raise Unavailable("the answer was broken off: the server is about to end.")
-                        yield index[sequence], sample
-        except RolloutError as error:
-            raise Unavailable(f"{error}.") from error
 
     async def _stream(self, request: web.Request, asked: _Generation) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -191,7 +185,7 @@ class GenerationService(Service):
                     if is_first:
                         self.metrics.first_token(time.monotonic() - asked.arrived)
                         is_first = False
-                    await response.write(_sent(await self.in_encoder(self._chunk, asked, event)))
+                    await response.write(_sent(self._chunk(asked, event)))
                     if event.sample is not None:
                         num_written += len(event.sample.token_ids)
             except ConnectionError:  # the client is gone
@@ -212,13 +206,18 @@ class GenerationService(Service):
         return response
 
     async def _events(self, asked: _Generation) -> AsyncGenerator[_Event, None]:
-        """Yield tokens as they are written, and the end of each answer."""
+        """Have the answers written; yield the tokens of a stream as they come, and the end of each answer."""
         events: asyncio.Queue[_Event | None] = asyncio.Queue()
+        sequences = asked.sequences(events)
 
         async def write() -> None:
-            async with aclosing(self._ended(asked.sequences(events))) as ended:
-                async for index, sample in ended:
-                    events.put_nowait(_Event(index, [], [], sample))
+            index = {sequence: number for number, sequence in enumerate(sequences)}
+            async with aclosing(self._engine.written(sequences)) as written:
+                async for some in written:
+                    for sequence, sample in some:
+                        if sample.finish_reason == "abort":
+                            raise Unavailable("the answer was aborted: the server is about to end.")
+                        events.put_nowait(_Event(index[sequence], [], [], sample))
 
         writing = asyncio.create_task(write())
         writing.add_done_callback(lambda _: events.put_nowait(None))
@@ -226,9 +225,16 @@ class GenerationService(Service):
             while (event := await events.get()) is not None:
                 yield event
             writing.result()
+        except RolloutError as error:
+            raise Unavailable(f"{error}.") from error
         finally:
             writing.cancel()
-            await asyncio.wait([writing])
+            await asyncio.gather(writing, return_exceptions=True)
+
+    def _chunk(self, asked: _Generation, event: _Event) -> bytes:
+        answer, sample = asked.answers[event.index], event.sample
+        choice = answer.add(event.token_ids, event.log_probs) if sample is None else answer.finish(sample)
+        return asked.reply.with_choices([choice])
 
     async def _update_weights(self, request: web.Request, data: bytes) -> web.StreamResponse:
         body = self.parse(UpdateWeightsRequest, data)
@@ -286,7 +292,8 @@ class GenerationService(Service):
             stop_ids = (*params.stop_token_ids, *self.encoder.special_ids(TAGS[1:]))
             params = replace(params, stop=(*params.stop, TAGS[1]), stop_token_ids=stop_ids)
         answers = [
-            Answer(index, request, self.encoder, ids[index // request.n]) for index in range(request.n * len(ids))
+            Answer(index, request, self._stream_encoder if request.stream else self.encoder, ids[index // request.n])
+            for index in range(request.n * len(ids))
         ]
         groups = request.to_groups(request.prompts(self.reader), ids, params)
         return _Generation(request, groups, answers, new_reply(request, self.name), arrived)
@@ -310,11 +317,6 @@ class GenerationService(Service):
         version = max(int(sample.versions.max()) for sample in samples)
         usage = Usage.of(asked.num_prompt_tokens, num_written)
         return asked.reply.with_choices(choices, usage=usage, weight_version=version)
-
-    def _chunk(self, asked: _Generation, event: _Event) -> bytes:
-        answer, sample = asked.answers[event.index], event.sample
-        choice = answer.add(event.token_ids, event.log_probs) if sample is None else answer.finish(sample)
-        return asked.reply.with_choices([choice])
 
 
 def _sent(data: bytes) -> bytes:

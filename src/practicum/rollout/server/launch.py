@@ -1,4 +1,4 @@
-"""From a model's folder to a service: a classifier if its config names one, else an engine that writes."""
+"""Services from a model's folder: a classifier if its config names one, else an engine."""
 
 from __future__ import annotations
 

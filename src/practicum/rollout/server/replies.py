@@ -68,10 +68,10 @@ class Answer:
             fields["content"], calls = self._parser.add(text, is_last=is_last)
             if calls:
                 fields["content"] = fields["content"] or None
-                fields["tool_calls"] = [
-                    ReplyToolCall(**dict(call), **({"index": number} if self._request.stream else {}))
-                    for number, call in enumerate(calls, self._num_calls)
-                ]
+                numbers: list[dict[str, Any]] = [{"index": self._num_calls + n} for n in range(len(calls))]
+                if not self._request.stream:
+                    numbers = [{}] * len(calls)
+                fields["tool_calls"] = [ReplyToolCall(**dict(call) | n) for call, n in zip(calls, numbers, strict=True)]
                 self._num_calls += len(calls)
         return ReplyMessage(**fields)
 

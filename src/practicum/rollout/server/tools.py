@@ -13,6 +13,7 @@ import uuid
 
 from practicum.rollout.agent.tools import HERMES_CLOSE, HERMES_OPEN, Call, hermes
 from practicum.rollout.schemas import CalledFunction, ToolCall
+from practicum.rollout.server.detokenizer import num_doubtful
 
 TAGS = (HERMES_OPEN, HERMES_CLOSE)
 
@@ -51,7 +52,7 @@ class CallParser:
         while True:
             start = self._held.find(HERMES_OPEN)
             if start < 0:
-                start = len(self._held) - _num_doubtful(self._held)
+                start = len(self._held) - num_doubtful(self._held, [HERMES_OPEN])
             self._take(self._held[:start], content)
             self._held = self._held[start:]
             end = self._held.find(HERMES_CLOSE)
@@ -79,9 +80,3 @@ class CallParser:
             content.append(self._space + words)
             self._space, self._has_words = "", True
         self._space += space
-
-
-def _num_doubtful(text: str) -> int:
-    """Return how many characters at the end may become the beginning of a call."""
-    longest = min(len(HERMES_OPEN) - 1, len(text))
-    return next((length for length in range(longest, 0, -1) if text.endswith(HERMES_OPEN[:length])), 0)

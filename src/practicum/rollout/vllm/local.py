@@ -126,7 +126,7 @@ class LocalVllm:
             raise ServerFailure(server, f"did not answer {path} within {timeout_s:g} s", is_transient=True) from None
 
     async def stream(self, server: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
-        """Leaving it early ends the request."""
+        """Yield the parts of a completion. Leaving it early ends the request."""
         async with aclosing(self._outputs(server, body, is_streamed=True)) as outputs:
             async for output in outputs:
                 yield {"choices": [_choice(one) for one in output.outputs]}

@@ -21,7 +21,7 @@ class PracticumWorker:
     model_runner: Any  # of the vLLM worker this is mixed into
 
     def practicum_prepare(self) -> str:
-        """Once, before the first request."""
+        """Prepare the worker, once before the first request; return what log-probs are."""
         return "between temperature and top-k" if _patch_sampler(self.model_runner) else "as vLLM has them"
 
     def practicum_load(self, folder: str) -> str:

@@ -1,4 +1,4 @@
-"""Decoding steps as CUDA graphs: recorded when they are first wanted, for as many rows as the next of some sizes."""
+"""Decoding steps as CUDA graphs, recorded when a number of rows is first wanted, for one of a series of sizes."""
 
 from __future__ import annotations
 

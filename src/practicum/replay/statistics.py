@@ -13,15 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from practicum.errors import ReplayError
-from practicum.replay.chunks import ChunkFile
-from practicum.replay.format import RecordingHeader, Spoilt
+from practicum.replay.format import ChunkFile, Damaged, RecordingHeader
 from practicum.replay.records import OpenChunk
 from practicum.replay.store import Recording, rank_path
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Bytes per token of the routes alone, as they could be and as they are written."""
+    """The bytes per token of the routes alone, as they could be and as they are written."""
 
     int32: float
     array: float  # in the dtype of the number of experts
@@ -31,8 +30,8 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
-    """A recording as a whole. Counts are of samples as they stand: what was replaced is only part of the bytes."""
+class Statistics:
+    """The statistics of a recording. Counts are of samples as they stand: replaced ones are only part of the bytes."""
 
     num_steps: int
     num_samples: int
@@ -46,8 +45,8 @@ class Survey:
     load: NDArray[np.int64]  # [layers, experts], how many tokens were sent there
 
 
-def survey(recording: Recording) -> Survey:
-    """Reads every route; `ReplayError` at the first that is spoilt."""
+def statistics(recording: Recording) -> Statistics:
+    """Read every route and return the statistics. Raises `ReplayError` at the first that is damaged."""
     header = recording.header
     load = np.zeros((len(header.layers), header.num_experts), np.int64)
     firsts = (np.arange(len(header.layers)) * header.num_experts)[:, None]
@@ -60,7 +59,7 @@ def survey(recording: Recording) -> Survey:
         cells = (chosen + firsts).ravel()
         load += np.bincount(cells, minlength=load.size).reshape(load.shape)
     chunks = [chunk for file in recording.files for chunk in file.chunks]
-    return Survey(
+    return Statistics(
         num_steps=len(recording.steps),
         num_samples=len(recording),
         num_replaced=sum(len(chunk.samples) for chunk in chunks) - len(recording),
@@ -90,7 +89,7 @@ def _size(recording: Recording) -> Size:
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """How evenly the experts of a layer are used."""
+    """The balance of a layer: how evenly its experts are used."""
 
     imbalance: float  # the busiest expert's load over the mean
     entropy: float  # as a share of that of an even load
@@ -98,7 +97,7 @@ class Balance:
 
 
 def balance(load: NDArray[np.int64]) -> Balance:
-    """Of the experts of one layer."""
+    """Return the balance of the experts of one layer."""
     total = int(load.sum())
     if total == 0:
         return Balance(1.0, 1.0, len(load))
@@ -109,7 +108,7 @@ def balance(load: NDArray[np.int64]) -> Balance:
 
 @dataclass(frozen=True, slots=True)
 class FirstDifference:
-    """Where two recordings of a sample part."""
+    """The place where two recordings of a sample begin to differ."""
 
     id: str
     position: int  # of the token in prompt and answer
@@ -118,7 +117,7 @@ class FirstDifference:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Of two recordings, over the tokens that samples with the same id begin with in both."""
+    """The difference of two recordings, over the tokens that samples with the same id begin with in both."""
 
     only_in_first: list[str]
     only_in_second: list[str]
@@ -131,7 +130,7 @@ class Difference:
 
 
 def difference(one: Recording, other: Recording) -> Difference:
-    """`ReplayError` for recordings of different models."""
+    """Return the difference of two recordings. Raises `ReplayError` for recordings of different models."""
     differences = one.header.differences(other.header)
     if differences:
         raise ReplayError(
@@ -170,14 +169,14 @@ def difference(one: Recording, other: Recording) -> Difference:
 
 
 def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """With how many tokens both begin."""
+    """Return the number of tokens that both begin with."""
     length = min(len(one), len(other))
     unlike = one[:length] != other[:length]
     return int(unlike.argmax()) if unlike.any() else length
 
 
 def _num_missing(one: NDArray[Any], other: NDArray[Any], header: RecordingHeader) -> NDArray[np.int64]:
-    """[tokens, layers], how many experts of one set are not in the other."""
+    """Return how many experts of one set are not in the other, [tokens, layers]."""
     found = np.zeros(one.shape[:2], np.int64)
     for place in range(header.k):
         found += (one[:, :, place, None] == other).any(-1)
@@ -193,7 +192,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """On one file."""
+    """The verdict on one file."""
 
     path: Path
     num_chunks: int  # that are whole
@@ -208,7 +207,7 @@ class Verdict:
 
 
 def verify(path: str | Path) -> Iterator[Verdict]:
-    """Read all of a recording, and of its other ranks when it is that of rank 0. Spoilt files are no errors here."""
+    """Read all of a recording, and of its other ranks when it is that of rank 0. Damaged files are no errors here."""
     verdict, header = _verify_file(Path(path))
     yield verdict
     if header is not None and header.rank == 0:
@@ -240,7 +239,7 @@ def _verify_chunks(file: ChunkFile, size: int) -> Verdict:
         try:
             for i in range(len(chunk.samples)):
                 content.record(i)
-        except (Spoilt, ReplayError) as error:
+        except (Damaged, ReplayError) as error:
             samples = f"{len(chunk.samples)} samples, {chunk.samples[0].id} to {chunk.samples[-1].id}"
             reason = f"chunk {chunk.head.number} ({samples}): {error}"
             problems.append(Problem(chunk.head.offset, reason, chunk.head.size))

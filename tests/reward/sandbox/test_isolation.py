@@ -7,6 +7,23 @@ import sys
 import pytest
 
 from practicum.reward.sandbox import Sandbox, isolation_problem
+from practicum.reward.sandbox import isolation as kernel
+
+
+def test_a_failed_call_says_what_and_why() -> None:
+    with pytest.raises(OSError, match="mount tmpfs on /no/such/folder: No such file"):
+        kernel.mount("tmpfs", "/no/such/folder", "tmpfs", 0)
+
+
+def test_reads_about_processes() -> None:
+    proc = os.open("/proc", os.O_RDONLY)
+    try:
+        assert 1 << 20 < kernel.memory_of(f"{os.getpid()}/status", proc) < 1 << 40
+        assert kernel.memory_of("999999999/status", proc) == 0
+    finally:
+        os.close(proc)
+    assert kernel.parent_of(str(os.getpid())) == os.getppid()
+    assert kernel.parent_of("999999999") == 0
 
 
 @pytest.mark.skipif(isolation_problem() is not None, reason=f"no isolation here: {isolation_problem()}")
@@ -23,7 +40,7 @@ def test_a_yard_finds_and_kills_its_descendants() -> None:
     # In a process of its own: a yard takes its process's orphans.
     code = (
         "import os, time\n"
-        "from practicum.reward.sandbox.places import Yard\n"
+        "from practicum.reward.sandbox.isolation import Yard\n"
         "yard = Yard({'folder': '/nowhere'})\n"
         "r, w = os.pipe()\n"
         "if os.fork() == 0:\n"

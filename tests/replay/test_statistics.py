@@ -10,8 +10,8 @@ import pytest
 from practicum.errors import ReplayError
 from practicum.replay.format import RecordingHeader
 from practicum.replay.records import RecordedSample
+from practicum.replay.statistics import balance, difference, statistics, verify
 from practicum.replay.store import Recording, rank_path
-from practicum.replay.survey import balance, difference, survey, verify
 from practicum.types import RoutedExperts
 from tests.replay.recordings import HEADER, make_batch, make_record, write
 
@@ -27,7 +27,7 @@ def test_a_survey_counts_what_stands(tmp_path: Path) -> None:
     path = write(tmp_path / "routes", records)
     write(path, records[:3])  # again, as after a resume
     with Recording(path) as recording:
-        found = survey(recording)
+        found = statistics(recording)
     assert (found.num_steps, found.num_samples, found.num_replaced) == (1, 10, 3)
     assert (found.num_tokens, found.num_unknown) == (80, 10)
     assert found.num_bytes == path.stat().st_size and found.num_lost_bytes == 0
@@ -43,7 +43,7 @@ def test_sizes_stand_beside_the_bound(tmp_path: Path) -> None:
     header = RecordingHeader("moe", tuple(range(4)), 64, 8, "t")
     path = write(tmp_path / "routes", make_batch(1, 8, prompt=100, answer=400, header=header), header, 1 << 14)
     with Recording(path) as recording:
-        size = survey(recording).size
+        size = statistics(recording).size
     assert (size.int32, size.array) == (128.0, 32.0)
     assert size.bound == pytest.approx(4 * math.log2(math.comb(64, 8)) / 8)
     assert size.bound * 0.99 < size.routes < size.bound * 1.05
@@ -114,8 +114,8 @@ def test_verify_tells_what_is_whole_and_what_is_not(tmp_path: Path) -> None:
     path.write_bytes(data[:-9])
     (verdict,) = verify(path)
     assert not verdict.is_whole and (verdict.num_chunks, verdict.num_samples) == (1, 5)
-    spoilt, lost = verdict.problems
-    assert spoilt.offset == chunks[0].head.offset and spoilt.reason.startswith("chunk 0 (5 samples, 1-0 to 1-4): ")
+    damaged, lost = verdict.problems
+    assert damaged.offset == chunks[0].head.offset and damaged.reason.startswith("chunk 0 (5 samples, 1-0 to 1-4): ")
     assert (lost.offset, lost.num_bytes) == (chunks[2].head.offset, chunks[2].head.size)
     assert verdict.unfinished == chunks[3].head.size - 9
 
@@ -124,9 +124,9 @@ def test_verify_never_calls_a_file_with_a_flipped_bit_whole(tmp_path: Path) -> N
     path = write(tmp_path / "routes", make_batch(1, 8))
     whole = path.read_bytes()
     for bit in np.random.default_rng(0).choice(len(whole) * 8, 200, replace=False).tolist():
-        spoilt = bytearray(whole)
-        spoilt[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(spoilt)
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
         (verdict,) = verify(path)
         assert not verdict.is_whole and verdict.num_samples < 8
 

@@ -1,0 +1,445 @@
+"""The processes of a group: one Ray actor per place of the pool, started by a handshake, watched while they work.
+
+    start      hosts ─ locate (node, pid, port) ─▶ locations known ─ build (class, arguments, context) ─▶ WorkerSet
+    collect    references ─▶ all replies | the first failure, with its rank | the deadline, with all stacks
+
+A worker set is known to others only once it is complete, and never changes: a group that restarts gets another one, and
+calls under way keep the one they were made to.
+
+A detached group is entered in Ray's key-value store under its name before its processes start, and again when they are
+there: whatever becomes of its driver, another can find and end them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pickle
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)  # fmt: skip
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from practicum.controller.cluster import cluster_id
+from practicum.controller.host import Location, Turn, host_class, is_async
+from practicum.controller.pool import Place, RayResourcePool
+from practicum.controller.stacks import fold_stacks, name_ranks, read_stacks
+from practicum.controller.wire import pack_arguments
+from practicum.controller.worker import Mesh, RayClassWithInitArgs, WorkerContext
+from practicum.errors import DeadlineError, NodeLost, ResourceError, WorkerDied, WorkerError
+
+# When one rank fails, others often follow: its peers in a collective, or all by the same mistake. Waiting this long for
+# them tells the one that died from those that only noticed.
+_ECHO_S = 0.4
+_ARRIVAL_S = 5.0  # for a reply that is there to reach the driver
+_MOST_RANKS_NAMED = 8
+_NAMESPACE = "practicum"
+_PREFIX = "group/"
+_LET_GO_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetPlan:
+    """All it takes to start the processes of a group, once or again."""
+
+    name: str
+    packed: RayClassWithInitArgs[Any]
+    pool: RayResourcePool
+    use_gpu: bool
+    meshes: Mapping[str, Mesh]
+    detached: bool
+    start_timeout_s: float
+
+    def start(self) -> WorkerSet:
+        """Start the processes and build the workers in them; if anything fails, none is left."""
+        if not self.detached:
+            return self._start()
+        _end_what_was_abandoned(self.name)
+        if _is_taken(self.name):
+            raise ResourceError(f"a detached group {self.name!r} runs already: attach to it, or shut it down first")
+        entry = _Entry(self, time.time() + self.start_timeout_s)
+        entry.write()
+        with ExitStack() as undo:
+            undo.callback(_internal_kv_del, _PREFIX + self.name, namespace=_NAMESPACE)
+            workers = self._start()
+            undo.callback(workers.end)
+            _Entry(self, entry.start_by, workers).write()
+            undo.pop_all()
+        return workers
+
+    def _start(self) -> WorkerSet:
+        deadline = time.monotonic() + self.start_timeout_s
+        init = f"{self.packed.cls.__name__}.__init__"
+        payload = pack_arguments(self.packed, init, self.packed.by_name)
+        self.pool.claim(self.name, self.packed.resources)
+        workers = WorkerSet(self, [], [])
+        try:
+            while not (workers := self._located(deadline)).locations:
+                workers.kill()
+            shared = ray.put(payload)
+            building = [
+                host.build_packed.remote(shared, context)
+                for host, context in zip(workers.hosts, self._contexts(workers.locations), strict=True)
+            ]
+            workers.collect(building, range(len(building)), init, deadline)
+            return workers
+        except BaseException:
+            workers.end()
+            raise
+
+    def _located(self, deadline: float) -> WorkerSet:
+        """Start processes, and hear from each where it came up. Without locations if a node turns out to be gone: Ray,
+        which takes seconds to notice, then looks for another."""
+        self.pool.wait_until_whole(deadline)
+        if self.detached:
+            _wait_until_free(self.name, deadline)
+        actor = ray.remote(host_class(self.packed))
+        workers = WorkerSet(self, [], [])
+        try:
+            for rank, place in enumerate(self.pool.places):
+                workers.hosts.append(self._host(actor, rank, place))
+            asked = [host.locate.remote() for host in workers.hosts]
+            locations = workers.collect(asked, range(len(asked)), "the start of its process", deadline)
+            return WorkerSet(self, workers.hosts, locations)
+        except NodeLost:
+            return workers
+        except BaseException:
+            workers.kill()
+            raise
+
+    def _host(self, actor: Any, rank: int, place: Place) -> Any:
+        packed, pool = self.packed, self.pool
+        options: dict[str, Any] = dict(packed.ray_options)
+        if packed.env:
+            runtime_env = dict(options.get("runtime_env", {}))
+            options["runtime_env"] = {**runtime_env, "env_vars": {**runtime_env.get("env_vars", {}), **packed.env}}
+        if self.detached:
+            options |= {"name": _actor_name(self.name, rank), "namespace": _NAMESPACE, "lifetime": "detached"}
+        return actor.options(
+            num_cpus=pool.share("CPU"),
+            num_gpus=pool.share("GPU") if self.use_gpu else 0,
+            resources=dict(packed.resources),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                place.reservation.group, placement_group_bundle_index=place.bundle
+            ),
+            **options,
+        ).remote(sys.path)
+
+    def _contexts(self, locations: Sequence[Location]) -> list[WorkerContext]:
+        on_node = Counter(location.node_id for location in locations)
+        node_ranks = {node: index for index, node in enumerate(on_node)}  # in the order of their first rank
+        next_local_rank = {node: itertools.count() for node in on_node}
+        return [
+            WorkerContext(
+                group=self.name,
+                rank=rank,
+                world_size=len(locations),
+                local_rank=next(next_local_rank[location.node_id]),
+                local_world_size=on_node[location.node_id],
+                node_rank=node_ranks[location.node_id],
+                master_address=locations[0].address,
+                master_port=locations[0].free_port,
+                meshes=self.meshes,
+            )
+            for rank, location in enumerate(locations)
+        ]
+
+
+class WorkerSet:
+    """Processes that were started together."""
+
+    def __init__(self, plan: WorkerSetPlan, hosts: list[Any], locations: list[Location], set_id: str = "") -> None:
+        self.plan = plan
+        self.hosts = hosts
+        self.locations = locations
+        self.id = set_id or uuid.uuid4().hex
+        self.is_async = is_async(plan.packed)
+        self._cluster = cluster_id()
+        self._has_ended = False
+        self._caller = uuid.uuid4().hex
+        self._num_sent = [0] * len(hosts)
+
+    @classmethod
+    def find(cls, name: str) -> WorkerSet:
+        """The worker set of a detached group, which another driver of this cluster has started."""
+        entry = _Entry.read(name)
+        if entry is not None and not _is_taken(name):
+            raise ResourceError(f"detached group {name!r} was started in this cluster, but its workers are gone")
+        if entry is None:
+            keys = _internal_kv_list(_PREFIX, namespace=_NAMESPACE)
+            known = ", ".join(sorted(key.decode().removeprefix(_PREFIX) for key in keys)) or "none"
+            raise ResourceError(f"no detached group {name!r} runs in this cluster; those written down: {known}")
+        if entry.workers is None:
+            raise ResourceError(f"detached group {name!r} is not ready: its start has not ended, or was cut off")
+        found = entry.workers
+        return cls(found.plan, found.hosts, found.locations, found.id)
+
+    def end(self) -> None:
+        """Kill the processes and leave the pool. Safe to call twice."""
+        if not self._has_ended:
+            self._has_ended = True
+            self.plan.pool.vacate(self.plan.name)
+            self.kill()
+
+    def end_detached(self) -> None:
+        """End a detached group, unless its name meanwhile stands for workers that another driver has started."""
+        name = self.plan.name
+        entry = _Entry.read(name)
+        if entry is not None and (entry.workers is None or entry.workers.id != self.id):
+            raise WorkerDied(
+                f"detached group {name!r} was started anew by another driver: attach to it again",
+                group=name,
+                ranks=range(len(self.hosts)),
+            )
+        self.end()
+        _wait_until_free(name, time.monotonic() + _LET_GO_S)
+        _internal_kv_del(_PREFIX + name, namespace=_NAMESPACE)
+
+    def kill(self) -> None:
+        if self.is_reachable:  # else they have ended with their cluster
+            for host in self.hosts:
+                ray.kill(host)
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether the driver is still connected to the cluster the processes are in."""
+        return ray.is_initialized() and self._cluster == cluster_id()
+
+    def stacks(self) -> dict[int, str]:
+        """What the process of each rank is doing now."""
+        return read_stacks({rank: location.stack for rank, location in enumerate(self.locations)})
+
+    def send(self, rank: int, method: str, arguments: Sequence[Any]) -> tuple[Any, Turn | None]:
+        """Call a method of a host; `collect` and `arrive` take what comes back. With it comes, where hosts are async,
+        by what `cancel` knows the call. Calls of two threads must not be sent to one rank at a time."""
+        remote = getattr(self.hosts[rank], method).remote
+        if not self.is_async:
+            return remote(*arguments), None
+        turn = self._caller, self._num_sent[rank]
+        handle = remote(turn, arguments) if arguments else remote(turn)
+        self._num_sent[rank] += 1  # now that it is certain to arrive
+        return handle, turn
+
+    def collect(self, refs: Sequence[Any], ranks: Sequence[int], what: str, deadline: float) -> list[Any]:
+        """All replies in order. Ray gives up the wait at the first failure, whoever else is still busy."""
+        self._check_reachable(ranks, what)
+        try:
+            return list(ray.get(list(refs), timeout=max(0.0, deadline - time.monotonic())))
+        except GetTimeoutError:
+            unanswered = self._pending(refs)
+            if unanswered:
+                raise self.late([r for ref, r in zip(refs, ranks, strict=True) if ref in unanswered], what) from None
+        except RayError as error:
+            raise self._first_failure(refs, ranks, what, error) from None
+        try:  # they have come just now, or are on their way from other nodes
+            return list(ray.get(list(refs), timeout=_ARRIVAL_S))
+        except GetTimeoutError:
+            raise self.late(ranks, f"{what} is done, but the way of its replies") from None
+        except RayError as error:
+            raise self._first_failure(refs, ranks, what, error) from None
+
+    async def arrive(self, refs: Sequence[Any], ranks: Sequence[int], what: str, deadline: float) -> list[Any]:
+        """The same as `collect`, awaited."""
+        self._check_reachable(ranks, what)
+        replies = [asyncio.wrap_future(ref.future()) for ref in refs]
+        for reply in replies:
+            reply.add_done_callback(_heed)
+        left_s = max(0.0, deadline - time.monotonic())
+        await asyncio.wait(replies, timeout=left_s, return_when=asyncio.FIRST_EXCEPTION)
+        raised = [reply.exception() for reply in replies if reply.done()]
+        first = next((error for error in raised if isinstance(error, RayError)), None)
+        if first is not None:
+            await asyncio.wait(replies, timeout=_ECHO_S)
+            ended = [(rank, reply.exception()) for rank, reply in zip(ranks, replies, strict=True) if reply.done()]
+            raise self._named([(r, e) for r, e in ended if isinstance(e, RayError)], ranks, what, first) from None
+        late = [rank for rank, reply in zip(ranks, replies, strict=True) if not reply.done()]
+        if late and not self._pending(refs):  # as in `collect`
+            return await self.arrive(refs, ranks, what, time.monotonic() + _ARRIVAL_S)
+        if late:
+            raise await asyncio.to_thread(self.late, late, what)
+        return [reply.result() for reply in replies]
+
+    def late(self, ranks: Sequence[int], what: str) -> WorkerError:
+        """The error that a deadline has passed."""
+        stacks = self.stacks()
+        shown = f" What they were doing:\n{fold_stacks(stacks)}" if stacks else ""
+        return DeadlineError(
+            f"group {self.plan.name!r}: {what} passed its deadline; no answer from {self._whereabouts(ranks)}.{shown}",
+            stacks=stacks,
+            **self._of(ranks),
+        )
+
+    def _pending(self, refs: Sequence[Any]) -> set[Any]:
+        return set(ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)[1])
+
+    def _check_reachable(self, ranks: Sequence[int], what: str) -> None:
+        if not self.is_reachable:
+            raise WorkerDied(f"group {self.plan.name!r}: its Ray has ended, and {what} with it", **self._of(ranks))
+
+    def _of(self, ranks: Sequence[int]) -> dict[str, Any]:
+        """Who an error is about."""
+        location = self.locations[ranks[0]] if self.locations and len(ranks) == 1 else None
+        place = {"node": location.address, "pid": location.pid} if location else {}
+        return {"group": self.plan.name, "ranks": ranks, **place}
+
+    def _whereabouts(self, ranks: Sequence[int]) -> str:
+        if not self.locations or len(ranks) > _MOST_RANKS_NAMED:
+            return name_ranks(ranks)
+        return ", ".join(f"rank {rank} ({self.locations[rank]})" for rank in ranks)
+
+    def _first_failure(self, refs: Sequence[Any], ranks: Sequence[int], what: str, first: RayError) -> WorkerError:
+        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_ECHO_S, fetch_local=False)
+        rank_of = dict(zip(refs, ranks, strict=True))
+        errors = []
+        for ref in ready:
+            try:
+                ray.get(ref, timeout=_ARRIVAL_S)
+            except RayError as error:
+                errors.append((rank_of[ref], error))
+        return self._named(errors, ranks, what, first)
+
+    def _named(
+        self, errors: Sequence[tuple[int, RayError]], ranks: Sequence[int], what: str, first: RayError
+    ) -> WorkerError:
+        """The error that tells of what Ray raised for some ranks; `first` came before all others."""
+        if not errors:  # what Ray could not fetch a moment ago it can now
+            return WorkerError(f"group {self.plan.name!r}: {what} failed: {first}", **self._of(ranks))
+        failures = [self._failure(error, rank, what) for rank, error in errors]
+        cause = getattr(first, "cause", None)
+        came_first = cause.ranks if isinstance(cause, WorkerError) else ()
+        # A death explains what others raise; of those who raised, the one that did so first explains the most.
+        failures.sort(key=lambda one: (not isinstance(one, WorkerDied), one.ranks != came_first, one.ranks))
+        return _with_others(failures)
+
+    def _failure(self, error: RayError, rank: int, what: str) -> WorkerError:
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, WorkerError):
+            return cause
+        if isinstance(cause, RayActorError | OutOfMemoryError):
+            return self._death(cause, rank, what)
+        if isinstance(error, RayTaskError):  # raised around the method, not in it
+            doing = f"take the arguments or hand over the answer of {what}"
+            return self._error(f"could not {doing}: {type(cause).__name__}: {cause}", rank, error)
+        return self._error(f"could not run {what}: {error}", rank, error)
+
+    def _death(self, error: RayError, rank: int, what: str) -> WorkerError:
+        actor_id = getattr(error, "actor_id", None)
+        if actor_id is not None and actor_id not in self._actor_ids:
+            return self._error(f"did not get the arguments of {what}: the worker they come from has died", rank, error)
+        if self._has_ended:
+            text = f"group {self.plan.name!r}: rank {rank} was ended by a restart or shutdown before it answered {what}"
+            return WorkerDied(text, **self._of([rank]))
+        kind, reason = WorkerDied, "its process was killed, ran out of memory or crashed"
+        if not self.plan.pool.is_held:
+            reason = "its pool was released"
+        # Ray first only knows that nobody answers on the other machine, and later that its node is dead.
+        elif isinstance(error, ActorUnavailableError) or "because its node has died" in str(error):
+            kind, reason = NodeLost, "its node is gone or cannot be reached"
+        elif isinstance(error, OutOfMemoryError):
+            reason = "its process was ended because its node ran out of memory"
+        return kind(
+            f"group {self.plan.name!r}: {self._whereabouts([rank])} died during {what}: {reason}. "
+            "restart() brings the group back.",
+            remote_traceback=str(error),
+            **self._of([rank]),
+        )
+
+    def _error(self, text: str, rank: int, error: RayError) -> WorkerError:
+        message = f"group {self.plan.name!r}: {self._whereabouts([rank])} {text}"
+        return WorkerError(message, remote_traceback=str(error), **self._of([rank]))
+
+    @cached_property
+    def _actor_ids(self) -> frozenset[str]:
+        return frozenset(host._actor_id.hex() for host in self.hosts)
+
+
+def _with_others(failures: Sequence[WorkerError]) -> WorkerError:
+    """The first failure; it names those who failed like it, and carries them all."""
+    first, *others = failures
+    alike = [other for other in others if (type(other), other.group) == (type(first), first.group)]
+    same = {rank for other in alike for rank in other.ranks} - set(first.ranks)
+    first.others = tuple(others)
+    if first.remote_traceback:
+        first.add_note(f"On the worker:\n{first.remote_traceback}")
+    if same:
+        first.ranks = (*first.ranks, *sorted(same))
+        first.message += f" [{name_ranks(sorted(same))} failed too]"
+        first.args = (first.message,)
+    return first
+
+
+def _heed(reply: asyncio.Future[Any]) -> None:
+    """Look at an exception: asyncio complains of one that nobody has asked for."""
+    if not reply.cancelled():
+        reply.exception()
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A detached group as it is written down. `workers` is None while it starts, until `start_by` at the latest."""
+
+    plan: WorkerSetPlan
+    start_by: float  # in seconds since the epoch, which drivers on several machines roughly share
+    workers: WorkerSet | None = None
+
+    def write(self) -> None:
+        _internal_kv_put(_PREFIX + self.plan.name, cloudpickle.dumps(self), namespace=_NAMESPACE)
+
+    @staticmethod
+    def read(name: str) -> _Entry | None:
+        record = _internal_kv_get(_PREFIX + name, namespace=_NAMESPACE)
+        entry: _Entry | None = None if record is None else pickle.loads(record)
+        return entry
+
+
+def _end_what_was_abandoned(name: str) -> None:
+    """End what a driver left behind that was killed while it started a detached group."""
+    entry = _Entry.read(name)
+    if entry is None or entry.workers is not None or time.time() < entry.start_by:
+        return
+    for rank in range(entry.plan.pool.world_size):
+        try:
+            ray.kill(ray.get_actor(_actor_name(name, rank), namespace=_NAMESPACE))
+        except ValueError:  # it did not get that far
+            continue
+    _wait_until_free(name, time.monotonic() + _LET_GO_S)
+    entry.plan.pool.release()
+
+
+def _actor_name(group: str, rank: int) -> str:
+    return f"{group}/{rank}"
+
+
+def _is_taken(name: str) -> bool:
+    """Whether workers of a detached group of that name live."""
+    try:
+        ray.get_actor(_actor_name(name, 0), namespace=_NAMESPACE)
+    except ValueError:
+        return False
+    return True
+
+
+def _wait_until_free(name: str, deadline: float) -> None:
+    """Wait until Ray has let go of the workers of a detached group that were just killed."""
+    while _is_taken(name):
+        if time.monotonic() > deadline:
+            raise ResourceError(f"the workers of detached group {name!r} do not end, so that its name stays taken")
+        time.sleep(0.02)

@@ -7,11 +7,12 @@ it (controller_work.py), the seconds of each case in its parts.
 
 from __future__ import annotations
 
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,7 @@ from bench.controller_work import (
     part_of,
 )
 from bench.harness import Options, Outcome, Row, choose_peer
-from bench.series import Series
-from bench.turns import Contestant, Plan, Tally, alternate
+from bench.turns import Plan, Tally, alternate, opened
 
 Medians = Mapping[str, Mapping[str, float]]  # contestant -> part of its step -> seconds
 
@@ -80,28 +80,27 @@ def run(options: Options) -> Outcome:
     tallies = contest(commands, plan)
     medians = by_side(tally.parts() for tally in tallies.values())
     growing = contest({OURS: [sys.executable, *OUR_PROGRAM, growth_job.dump()]}, plan)
-    growth = Growth.of(by_side(tally.parts() for tally in growing.values()), growth_job)
+    growth_rows, growth = growth_of(by_side(tally.parts() for tally in growing.values()), growth_job)
     where = {
         "rounds": plan.num_rounds,
         "ray_settings": RAY_SETTINGS,
-        **growth.as_dict(),
+        **growth,
         "versions": {name: dict(tally.versions) for name, tally in tallies.items()},
         "cpu_share_of_others": round(max(tally.others_share for tally in [*tallies.values(), *growing.values()]), 3),
     }
-    return Outcome([*case_rows(medians), *growth.rows()], where)
+    return Outcome([*case_rows(medians), *growth_rows], where)
 
 
 def contest(commands: Mapping[str, list[str]], plan: Plan) -> dict[str, Tally]:
-    with tempfile.TemporaryDirectory(prefix="bench-controller-") as folder, ExitStack() as stack:
-        contestants = [
-            stack.enter_context(Contestant(name, command, Path(folder), RAY_SETTINGS, end_s=END_S))
-            for name, command in commands.items()
-        ]
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-controller-") as folder,
+        opened(commands, Path(folder), RAY_SETTINGS, END_S) as contestants,
+    ):
         return alternate(contestants, plan)
 
 
 def by_side(contestants: Iterable[Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """The parts of each side, whichever process they were timed in."""
+    """Return the parts of each side, whichever process they were timed in."""
     medians: dict[str, dict[str, float]] = {}
     for parts in contestants:
         for name, seconds in parts.items():
@@ -112,7 +111,7 @@ def by_side(contestants: Iterable[Mapping[str, float]]) -> dict[str, dict[str, f
 
 
 def case_rows(medians: Medians) -> list[Row]:
-    """A row for each case and each peer that has it, ways of doing it that are the peer's own included."""
+    """Return a row for each case and each peer that has it, including ways of doing it that are the peer's own."""
     rows = []
     for case in CASES:
         ours = medians[OURS][case.part] * case.per_second
@@ -126,32 +125,57 @@ def case_rows(medians: Medians) -> list[Row]:
     return rows
 
 
+def growth_of(medians: Medians, job: Job) -> tuple[list[Row], dict[str, Any]]:
+    """Compare the no-op by number of workers: on processes, ours and bare Ray's, and on fakes, where only the driver
+    works. Return rows, and what shows whether their slopes are of straight lines."""
+
+    def on_processes(parts: Mapping[str, float]) -> Series:
+        return Series({NUM_WORKERS: parts[NOOP], **{n: parts[part_of(NOOP, n)] for n in job.larger_teams}})
+
+    ours, bare = on_processes(medians[OURS]), on_processes(medians[BARE])
+    fakes = Series({n: medians[OURS][part_of(FAKES, n)] for n in job.fakes})
+    workers, own = "no-op, each further worker", "no-op, driver's own work per worker"
+    rows = [
+        Row(workers, "µs per call", 1e6 * ours.slope, 1e6 * bare.slope, BARE, better="lower"),
+        Row(own, "µs per call", 1e6 * fakes.slope, better="lower"),
+    ]
+    points = {"no_op_by_workers": {OURS: ours.as_dict(), BARE: bare.as_dict()}}
+    return rows, {**points, "no_op_by_fakes": {OURS: fakes.as_dict()}}
+
+
 @dataclass(frozen=True, slots=True)
-class Growth:
-    """The no-op by number of workers: on processes, ours and bare Ray's, and on fakes, where only the driver works."""
+class Series:
+    """A cost measured on groups of several sizes: seconds by size, for two sizes or more."""
 
-    ours: Series
-    bare: Series
-    fakes: Series
+    seconds: Mapping[int, float]
 
-    @classmethod
-    def of(cls, medians: Medians, job: Job) -> Growth:
-        def on_processes(parts: Mapping[str, float]) -> Series:
-            return Series({NUM_WORKERS: parts[NOOP], **{n: parts[part_of(NOOP, n)] for n in job.larger_teams}})
+    @property
+    def slope(self) -> float:
+        """The seconds that one more costs: the slope of the straight line nearest to all points."""
+        return statistics.linear_regression(*self._points()).slope
 
-        fakes = Series({n: medians[OURS][part_of(FAKES, n)] for n in job.fakes})
-        return cls(on_processes(medians[OURS]), on_processes(medians[BARE]), fakes)
+    @property
+    def r_squared(self) -> float:
+        """The share of the variation that the straight line explains: 1 when all points lie on it."""
+        return statistics.correlation(*self._points()) ** 2
 
-    def rows(self) -> list[Row]:
-        ours, bare, fakes = (1e6 * series.slope for series in (self.ours, self.bare, self.fakes))
-        return [
-            Row("no-op, each further worker", "µs per call", ours, bare, BARE, better="lower"),
-            Row("no-op, driver's own work per worker", "µs per call", fakes, better="lower"),
-        ]
+    @property
+    def worst_growth(self) -> float:
+        """The largest factor by which the cost of each one grows from a size to the next: above 1 is worse than linear.
+
+        R² alone would not do, since on sizes that differ this much a mild curve hides behind the largest.
+        """
+        each = [seconds / size for size, seconds in sorted(self.seconds.items())]
+        return max(larger / smaller for smaller, larger in pairwise(each))
 
     def as_dict(self) -> dict[str, Any]:
-        """What shows whether the rows' slopes are of straight lines."""
+        """Return what the environment block of a result file has of it."""
         return {
-            "no_op_by_workers": {OURS: self.ours.as_dict(), BARE: self.bare.as_dict()},
-            "no_op_by_fakes": {OURS: self.fakes.as_dict()},
+            "ms_by_size": {str(size): round(1e3 * seconds, 4) for size, seconds in sorted(self.seconds.items())},
+            "r_squared": round(self.r_squared, 4),
+            "worst_growth_of_cost_per_worker": round(self.worst_growth, 3),
         }
+
+    def _points(self) -> tuple[list[int], list[float]]:
+        sizes = sorted(self.seconds)
+        return sizes, [self.seconds[size] for size in sizes]

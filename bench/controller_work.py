@@ -129,31 +129,28 @@ def take_steps(
     sides: Sides,
     pretend: Callable[[int], Callable[[], Any]] | None = None,
 ) -> None:
-    """A contestant's whole life, once Ray is up. `pretend` makes the no-op of a team without processes."""
+    """Be a contestant, once Ray is up. `pretend` makes the no-op of a team without processes."""
     teams = {side: start(NUM_WORKERS) for side, start in sides.items()}
     larger = {size: {side: start(size).noop for side, start in sides.items()} for size in job.larger_teams}
     fakes = {size: pretend(size) for size in job.fakes} if pretend is not None else {}
-    line.ready(packages)
     order = list(sides)
-    while num_steps := line.wait_for_go():
-        steps = []
-        for _ in range(num_steps):
-            began = time.perf_counter()
-            timings = time_calls(teams, job)
-            for size, noops in larger.items():
-                _add(timings, part_of(NOOP, size), medians_s(noops, repeats(job, size)))
-            for size, noop in fakes.items():
-                _add(timings, part_of(FAKES, size), medians_s({next(iter(sides)): noop}, repeats(job, size)))
-            ended_cpu_s = 0.0
-            for side in order if job.num_rows else ():
-                timings[side][START], used_cpu_s = time_start(sides[side])
-                ended_cpu_s += used_cpu_s
-            order.reverse()
-            parts = {
-                f"{side}: {part}": seconds for side, by_part in timings.items() for part, seconds in by_part.items()
-            }
-            steps.append(step(time.perf_counter() - began, 1, ended_cpu_s=ended_cpu_s, **parts))
-        line.answer(steps)
+
+    def take_step(_: str) -> dict[str, Any]:
+        began = time.perf_counter()
+        timings = time_calls(teams, job)
+        for size, noops in larger.items():
+            _add(timings, part_of(NOOP, size), medians_s(noops, repeats(job, size)))
+        for size, noop in fakes.items():
+            _add(timings, part_of(FAKES, size), medians_s({next(iter(sides)): noop}, repeats(job, size)))
+        ended_cpu_s = 0.0
+        for side in order if job.num_rows else ():
+            timings[side][START], used_cpu_s = time_start(sides[side])
+            ended_cpu_s += used_cpu_s
+        order.reverse()
+        parts = {f"{side}: {part}": seconds for side, by_part in timings.items() for part, seconds in by_part.items()}
+        return step(time.perf_counter() - began, 1, ended_cpu_s=ended_cpu_s, **parts)
+
+    line.serve(packages, take_step)
 
 
 def repeats(job: Job, size: int) -> int:

@@ -8,40 +8,50 @@
 
 A part that fails is named in the file and makes the exit code 1; the others stay. `--quick` takes small shapes,
 `--part` only some, `--peer none` ours alone; what is not all of it goes where `--out` says. Models are of bfloat16 with
-random weights, see gpu_models.py.
+random weights, see models.py. In `grpo` both sides are in the Python that runs this: a machine with a device seldom has
+the network that peers' environments are made from. They run one after the other, for lack of room on the device.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import shlex
 import statistics
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench.gpu_models import save_shape, step_bytes
-from bench.harness import ROOT, Row, environment, print_table, write_json
+from bench.grpo import OURS, job_file
+from bench.grpo_work import Job
+from bench.harness import RESULTS, Row, environment, free_memory, run_parts
+from bench.models import save_large, step_bytes, write_prompts
+from bench.replay_exact import actor_settings, dealt, replay_settings
+from bench.turns import Plan, Tally, alternate, opened
+from bench.work import groups_of, made_samples, native_engine, to_learn_from, written
+from practicum.controller import LocalWorkerGroup, RayClassWithInitArgs
 from practicum.models import load_config
-from practicum.rollout.engine.cuda.runner import CudaRunner
-from practicum.rollout.native import NativeRollout
-from practicum.types import Prompt, PromptGroup, Sample, SamplingParams
+from practicum.rollout.base import BaseRollout
+from practicum.train import ActorWorker, UpdateStats
+from practicum.types import PromptGroup, Sample, SamplingParams
 
 CASES = ("dense", "moe")
-_SMALL = {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 4096, "intermediate_size": 512}
-_WORDS = 2000
+_WORDS = 2000  # tokens from the first of them are used
+_ROUNDING = 2.0**-6  # of bfloat16 logits that were summed in another order
+MICRO_BATCH_TOKENS = 32_768
+PHASES = ("step", "rollout", "reward", "reference", "update", "weights")
+GRPO_WORK = {"prompts_per_step": 32, "answers_per_prompt": 8, "max_new_tokens": 256, "pass_answers": 32}
+QUICK_GRPO_WORK = {"prompts_per_step": 4, "answers_per_prompt": 4, "max_new_tokens": 32, "pass_answers": 4}
 
 
 @dataclass(slots=True)
@@ -49,17 +59,20 @@ class Work:
     folder: Path
     quick: bool
     peer: bool
-    num_rounds: int = 3
-    seen: dict[str, Any] = field(default_factory=dict)  # for the environment
+    seen: dict[str, Any]  # for the environment
     _bandwidth: float = 0.0
 
     def model(self, case: str) -> Path:
         path = self.folder / case
-        return path if path.exists() else save_shape(case, path, **(_SMALL if self.quick else {}))
+        return path if path.exists() else save_large(case, path, quick=self.quick)
+
+    @property
+    def num_rounds(self) -> int:
+        return 1 if self.quick else 2
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second that a copy on the device reads and writes."""
+        """The bytes a second that a copy on the device reads and writes."""
         if not self._bandwidth:
             source = torch.empty(1 << (28 if self.quick else 32), dtype=torch.uint8, device="cuda")
             target = torch.empty_like(source)
@@ -68,6 +81,14 @@ class Work:
             self._bandwidth = 2 * source.nbytes / seconds
             self.seen["copy_tb_per_s"] = self._bandwidth / 1e12
         return self._bandwidth
+
+    @contextmanager
+    def engine(self, case: str) -> Iterator[BaseRollout]:
+        options = {"dtype": "bfloat16", "max_batch": 256, "keep_routes": case == "moe"}
+        with native_engine(self.model(case), device="cuda", **options) as engine:
+            yield engine
+        del engine
+        free_memory()
 
 
 def timed(function: Callable[[], Any]) -> float:
@@ -79,41 +100,27 @@ def timed(function: Callable[[], Any]) -> float:
 
 
 def groups(num: int, prompt: int, new: int, seed: int = 0, **params: Any) -> list[PromptGroup]:
-    random = np.random.default_rng(seed)
-    return [
-        PromptGroup(
-            str(i),
-            Prompt(str(i), text="?"),
-            random.integers(2, _WORDS, prompt).astype(np.int32),
-            SamplingParams(new, ignore_eos=True, **params),
-            seed * num + i,
-        )
-        for i in range(num)
-    ]
+    sampling = SamplingParams(new, ignore_eos=True, **params)
+    return groups_of(num, (prompt, prompt), sampling, _WORDS, seed * num)
+
+
+def median_seconds(engine: BaseRollout, num: int, prompt: int, new: int, num_rounds: int) -> float:
+    written(engine, groups(num, prompt, new, 99))  # graphs are recorded, kernels are built
+    made = [groups(num, prompt, new, seed) for seed in range(num_rounds)]
+    return statistics.median(timed(partial(written, engine, asked)) for asked in made)
 
 
 @contextmanager
-def opened(model: Path, **options: Any) -> Iterator[NativeRollout]:
-    engine = NativeRollout(
-        str(model), device=torch.device("cuda"), dtype=torch.bfloat16, max_batch=256, runner=CudaRunner, **options
-    )
-    asyncio.run(engine.resume())
-    try:
-        yield engine
-    finally:
-        asyncio.run(engine.close())
-        del engine
-        gc.collect()
-        torch.cuda.empty_cache()
+def transformers_model(path: Path) -> Iterator[Any]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).cuda().eval()
+    yield model
+    del model
+    free_memory()
 
 
-def samples_of(engine: NativeRollout, asked: list[PromptGroup]) -> list[Sample]:
-    return [sample for group in engine.generate_all(asked) for sample in group.samples]
-
-
-def median_seconds(engine: NativeRollout, asked: Callable[[int], list[PromptGroup]], num_rounds: int) -> float:
-    engine.generate_all(asked(99))  # graphs are recorded, kernels are built
-    return statistics.median(timed(lambda i=i: engine.generate_all(asked(i))) for i in range(num_rounds))  # type: ignore[misc]
+# The engine
 
 
 def engine_rows(work: Work) -> list[Row]:
@@ -123,53 +130,44 @@ def engine_rows(work: Work) -> list[Row]:
     rows = []
     for case in CASES:
         config = load_config(str(work.model(case)))
-        whole: dict[str, float] = {}
-        with opened(work.model(case), keep_routes=case == "moe") as engine:
+        rates: dict[str, float] = {}
+        with work.engine(case) as engine:
             for size, (num, prompt, new) in sizes.items():
-                seconds = [
-                    median_seconds(engine, lambda seed, n=n: groups(num, prompt, n, seed), work.num_rounds)  # noqa: B023
-                    for n in (new, 1)
-                ]
-                step_s = (seconds[0] - seconds[1]) / (new - 1)
+                seconds, first_s = (median_seconds(engine, num, prompt, n, work.num_rounds) for n in (new, 1))
+                step_s = (seconds - first_s) / (new - 1)
                 bound_s = step_bytes(config, num, prompt + new // 2) / work.bandwidth
-                whole[size] = num * new / seconds[0]
+                rates[size] = num * new / seconds
                 label = f"{case} {num} x ({prompt} + {new})"
                 rows += [
                     Row(label, "decode tokens/s", num / step_s, num / bound_s, "bandwidth bound"),
                     Row(label, "decode ms a step", 1e3 * step_s, 1e3 * bound_s, "bandwidth bound", better="lower"),
-                    Row(label, "prompt tokens/s", num * prompt / seconds[1]),
+                    Row(label, "prompt tokens/s", num * prompt / first_s),
                 ]
         num, prompt, new = sizes["many"]
         theirs = _generate_rate(work, case, num, prompt, new) if work.peer else None
         name = "generate" if work.peer else None
-        rows.append(Row(f"{case} {num} x ({prompt} + {new})", "tokens/s", whole["many"], theirs, name))
+        rows.append(Row(f"{case} {num} x ({prompt} + {new})", "tokens/s", rates["many"], theirs, name))
     return rows
 
 
 def _generate_rate(work: Work, case: str, num: int, prompt: int, new: int) -> float:
-    """Of transformers' `generate`, warmed up at full size."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(work.model(case), dtype=torch.bfloat16).cuda().eval()
-    asked = [
-        torch.from_numpy(np.stack([group.prompt_ids for group in groups(num, prompt, 1, i)])).long() for i in range(2)
-    ]
-
+    """Return that of transformers' `generate`, warmed up at full size."""
     exactly = {"do_sample": True, "max_new_tokens": new, "min_new_tokens": new}
-    seconds = [
-        timed(partial(model.generate, ids.cuda(), attention_mask=torch.ones_like(ids).cuda(), **exactly))
-        for ids in asked
-    ]
-    del model
-    gc.collect()
-    torch.cuda.empty_cache()
-    return num * new / seconds[-1]
+    with transformers_model(work.model(case)) as model:
+        for seed in range(2):
+            ids = torch.from_numpy(np.stack([group.prompt_ids for group in groups(num, prompt, 1, seed)])).long().cuda()
+            seconds = timed(partial(model.generate, ids, attention_mask=torch.ones_like(ids), **exactly))
+    return num * new / seconds
 
 
 def memory_rows(work: Work) -> list[Row]:
     rows = []
-    with opened(work.model("dense")) as engine:
-        before = [sample.token_ids.tolist() for sample in samples_of(engine, groups(8, 16, 8))]
+
+    def tokens() -> list[list[int]]:
+        return [sample.token_ids.tolist() for sample in written(engine, groups(8, 16, 8))]
+
+    with work.engine("dense") as engine:
+        before = tokens()
         asyncio.run(engine.release())
         asleep = torch.cuda.mem_get_info()[0]
         asyncio.run(engine.resume())
@@ -181,7 +179,7 @@ def memory_rows(work: Work) -> list[Row]:
             asyncio.run(engine.release())
             seconds.append(timed(lambda: asyncio.run(engine.resume())))
             if number % 10 == 0:
-                assert [sample.token_ids.tolist() for sample in samples_of(engine, groups(8, 16, 8))] == before
+                assert tokens() == before
         asyncio.run(engine.release())
         grown = asleep - torch.cuda.mem_get_info()[0]
         rows.append(Row("memory", f"MiB more asleep after {len(seconds)} times", grown / 2**20, better="lower"))
@@ -190,34 +188,137 @@ def memory_rows(work: Work) -> list[Row]:
     return rows
 
 
-def written(work: Work, case: str, num: int, prompt: int, new: int, **params: Any) -> list[Sample]:
-    with opened(work.model(case), keep_routes=case == "moe") as engine:
-        return samples_of(engine, groups(num, prompt, new, **params))
+# The trainer, and how far it is from the engine
 
 
-def agreement_rows(work: Work) -> list[Row]:
-    from bench import gpu_train
+@contextmanager
+def learner(model: Path, **changed: Any) -> Iterator[Any]:
+    settings = actor_settings(model, threads=8, device="cuda", compute_dtype="bfloat16", **changed)
+    group = LocalWorkerGroup(RayClassWithInitArgs(ActorWorker, settings), name="learner")
+    try:
+        yield group
+    finally:
+        group.shutdown()
+        del group
+        free_memory()
 
-    rows = []
-    for case in CASES:
-        drawn = written(work, case, *((8, 16, 24) if work.quick else (64, 128, 256)))
-        greedy = written(work, case, *((4, 16, 16) if work.quick else (32, 128, 64)), temperature=0.0)
-        rows += gpu_train.agreement_rows(work.model(case), case, drawn, greedy)
-    return rows
+
+def update(group: Any, samples: Sequence[Sample], step: int) -> UpdateStats:
+    batches = dealt(to_learn_from(samples, step), 1, 1, MICRO_BATCH_TOKENS)
+    (stats,) = group.map(ActorWorker.update, batches, step)
+    return stats  # type: ignore[no-any-return]
 
 
 def train_rows(work: Work) -> list[Row]:
-    from bench import gpu_train
+    num, prompt, new = (8, 16, 24) if work.quick else (256, 128, 256)
+    rows = []
+    for case in CASES:
+        samples = made_samples([(prompt, new)] * num, _WORDS)
+        with learner(work.model(case)) as group:
+            update(group, samples, 1)
+            torch.cuda.reset_peak_memory_stats()
+            seconds = [timed(partial(update, group, samples, step)) for step in range(2, 5)]
+            peak = torch.cuda.max_memory_allocated()
+        theirs = _plain_rate(work.model(case), 4 if work.quick else 32, prompt + new) if work.peer else None
+        rate = num * (prompt + new) / statistics.median(seconds)
+        rows.append(Row(f"train {case}", "tokens/s", rate, theirs, "a plain step" if work.peer else None))
+        rows.append(Row(f"train {case}", "peak GB", peak / 1e9, better="lower"))
+    return rows
 
+
+def _plain_rate(model: Path, num: int, length: int) -> float:
+    """Return that of transformers' model in bfloat16 with AdamW: forward and backward over all tokens, an update."""
+    with transformers_model(model) as plain:
+        plain.train()
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-6)
+        ids = torch.randint(2, _WORDS, (num, length), device="cuda")
+
+        def step() -> None:
+            plain(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        seconds = [timed(step) for _ in range(6)]
+    return num * length / statistics.median(seconds[2:])
+
+
+def agreement_rows(work: Work) -> list[Row]:
+    rows = []
+    for case in CASES:
+        with work.engine(case) as engine:
+            samples = written(engine, groups(*((8, 16, 24) if work.quick else (64, 128, 256))))
+            greedy = written(engine, groups(*((4, 16, 16) if work.quick else (32, 128, 64)), temperature=0.0))
+        rows += _greedy_rows(work.model(case), case, greedy)
+        for mode in (None, "R3") if case == "moe" else (None,):
+            own = samples if mode else [replace(sample, routes=None) for sample in samples]
+            replay = replay_settings(mode, work.folder) if mode else None
+            with learner(work.model(case), replay=replay) as group:
+                stats = update(group, own, 1)
+            label = f"agreement {case} {mode or ''}".rstrip()
+            rows += [
+                Row(label, "KL(rollout|trainer) a token", stats.rollout_kl / stats.num_tokens, better="lower"),
+                Row(label, "largest log-prob difference", stats.rollout_gap, better="lower"),
+            ]
+            if stats.replay is not None:
+                share = sum(stats.replay.differing) / max(1, stats.replay.num_known * len(stats.replay.layers))
+                rows.append(Row(label, "share of choices that the trainer would make otherwise", share, better="lower"))
+    return rows
+
+
+def _greedy_rows(path: Path, case: str, samples: Sequence[Sample]) -> list[Row]:
+    """Count the greedy tokens that are those of the largest logit by transformers, after the same tokens; and those of
+    the rest whose logits are no further apart than bfloat16's rounding."""
+    num = same = tied = 0
+    with transformers_model(path) as model, torch.inference_mode():
+        for sample in samples:
+            ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.token_ids])).long().cuda()
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1].float()
+            chosen = ids[len(sample.prompt_ids) :]
+            best = logits.max(-1)
+            is_same = best.indices == chosen
+            gap = best.values - logits.gather(-1, chosen[:, None])[:, 0]
+            num, same = num + len(chosen), same + int(is_same.sum())
+            tied += int((~is_same & (gap <= _ROUNDING * best.values.abs())).sum())
     return [
-        row for case in CASES for row in gpu_train.train_rows(work.model(case), case, quick=work.quick, peer=work.peer)
+        Row(f"agreement {case}", "share of greedy tokens that are transformers'", same / num),
+        Row(f"agreement {case}", "share of the others that are ties within rounding", tied / max(1, num - same)),
     ]
 
 
-def grpo_rows(case: str, work: Work) -> list[Row]:
-    from bench.gpu_grpo import grpo_rows
+# Whole training steps
 
-    return grpo_rows(case, work.seen, quick=work.quick, peer=work.peer)
+
+def grpo_rows(case: str, work: Work) -> list[Row]:
+    """32 prompts of 128 tokens x 8 answers x 256 tokens and one update a step, in bfloat16."""
+    quick = work.quick
+    plan = Plan(warmup_steps=1 if quick else 2, num_rounds=1 if quick else 3, steps_per_turn=1)
+    modules = {OURS: "bench.contestants.practicum_grpo"}
+    if work.peer and find_spec("trl") is not None:
+        modules["trl"] = "bench.peers.trl_grpo"
+    prompts = work.folder / "prompts.jsonl"
+    write_prompts(prompts, num_words=(127, 127))
+    sizes = QUICK_GRPO_WORK if quick else GRPO_WORK
+    job = Job(
+        str(work.model(case)), str(prompts), str(work.folder / f"{case}-run"), 8, **sizes, device="cuda",
+        dtype="bfloat16", max_prompt_tokens=256, micro_batch_tokens=MICRO_BATCH_TOKENS,
+        replay="R3" if case == "moe" else "disabled",
+    )  # fmt: skip
+    tallies: dict[str, Tally] = {}
+    for name, module in modules.items():
+        command = [sys.executable, "-m", module, job_file(job, work.folder, name)]
+        env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        with opened({name: command}, work.folder, env) as contestants:
+            tallies |= alternate(contestants, plan)
+        print(f"{name}: {tallies[name].parts()}", flush=True)
+    work.seen[f"grpo {case}, s of a step"] = {name: tally.parts() for name, tally in tallies.items()}
+    ours, theirs = tallies[OURS], tallies.get("trl")
+    parts = ours.parts()
+    rate = theirs.rate if theirs else None
+    rows = [Row(f"grpo {case}", "tokens/s", ours.rate, rate, "trl" if theirs else None)]
+    rows += [Row(f"grpo {case}", f"{part} s", parts[part], better="lower") for part in PHASES]
+    if "device_idle" in parts:
+        rows += [Row(f"grpo {case}", "device idle share", parts["device_idle"] / parts["step"], better="lower")]
+    return rows
 
 
 PARTS: dict[str, Callable[[Work], list[Row]]] = {
@@ -239,30 +340,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.out is None and (options.quick or options.part or options.case):
         parser.error("--quick, --part and --case need --out FOLDER: what they find must not stand for all of it.")
-    out = options.out or ROOT / "bench" / "results"
-    where = environment(shlex.join(["python", "-m", "bench.gpu", *arguments])) | {
-        "device": torch.cuda.get_device_name()
-    }
-    rows: list[Row] = []
-    failed: dict[str, str] = {}
+    where = environment(shlex.join(["python", "-m", "bench.gpu", *arguments]))
+    where["device"] = torch.cuda.get_device_name()
+    parts = PARTS | {f"grpo {case}": partial(grpo_rows, case) for case in options.case or CASES}
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
-        work = Work(Path(name), options.quick, options.peer != "none", 1 if options.quick else 2)
-        parts = dict(PARTS)
-        for case in options.case or CASES:
-            parts[f"grpo {case}"] = partial(grpo_rows, case)
-        for part in [name for name in parts if options.part is None or name.split()[0] in options.part]:
-            began = time.monotonic()
-            try:
-                rows += parts[part](work)
-            except Exception as error:
-                traceback.print_exc()
-                failed[part] = f"{type(error).__name__}: {error}"
-            print(f"{part}: {time.monotonic() - began:.0f} s", flush=True)
-            write_json(out / "gpu.json", rows, where | work.seen | {"failed": failed})  # what there is so far
-            gc.collect()
-            torch.cuda.empty_cache()
-    print_table("gpu", rows)
-    return 1 if failed else 0
+        work = Work(Path(name), options.quick, options.peer != "none", where)
+        chosen = {
+            name: partial(part, work)
+            for name, part in parts.items()
+            if options.part is None or name.split()[0] in options.part
+        }
+        return run_parts("gpu", chosen, options.out or RESULTS, where)
 
 
 if __name__ == "__main__":

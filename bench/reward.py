@@ -4,8 +4,7 @@
     hostile    answers that hang, raise, exit, crash, grow   ours; verl with those that raise   one step
     replicas   one killed and one hung in mid-batch          ours                               one step
 
-The work is in reward_work.py and reward_items.py, the functions that both sides call in reward_functions.py. Ours is
-reward_ours.py, reward_hostile.py and reward_replicas.py; the bare grader is reward_bare.py.
+The work is in reward_work.py, the functions that both sides call in reward_functions.py; ours is reward_ours.py.
 """
 
 from __future__ import annotations
@@ -15,16 +14,27 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.harness import Options, Outcome, Row, choose_peer
+from bench.harness import Options, Outcome, Row, beside, choose_peer
 from bench.reward_functions import ASYNC, MATH, MATH_IN_THREAD, RAISE, RULE, SLEEP_S, SYNC
-from bench.reward_items import math_items, rule_items
-from bench.reward_work import CONCURRENCY, CPU, LOST, NUM_PROCESSES, NUM_WORKERS, SECONDS, SETTINGS, Job, Load, part_of
-from bench.turns import Contestant, Plan, Tally, alternate
+from bench.reward_work import (
+    CONCURRENCY,
+    CPU,
+    LOST,
+    NUM_PROCESSES,
+    NUM_WORKERS,
+    SECONDS,
+    SETTINGS,
+    Job,
+    Load,
+    math_items,
+    part_of,
+    rule_items,
+)
+from bench.turns import Contestant, Plan, Tally, alternate, opened
 
 OURS, OURS_ELSE, BARE, RATE_LIMITED = "practicum", "practicum (functions)", "bare", "verl (rate_limited)"
 LOOPS = ("bare loop", "bare loops on both cores")
@@ -42,6 +52,7 @@ FULL = Plan(warmup_steps=1, num_rounds=5, steps_per_turn=1, extra_rounds=10, pat
 QUICK = Plan(warmup_steps=1, num_rounds=1, steps_per_turn=1)
 END_S = 3.0  # then they are killed: Ray's processes take their time to part, and leave nothing of worth
 
+PROGRAM = (sys.executable, "-m", "bench.reward_ours")
 Parts = Mapping[str, Mapping[str, float]]  # contestant -> part of its step -> value
 
 
@@ -85,10 +96,11 @@ def run(options: Options) -> Outcome:
         tallies: dict[str, Tally] = {}
         if commands:
             write_tokenizer(folder / "tokenizer")
-            tallies = contest(commands, plan, folder)
-        # Side by side they wait for their deadlines together, which is good enough for a quick look.
-        looks = threads.map(lambda program: look(program, alone[program], folder), alone)
-        found = dict(zip(alone, looks, strict=True))
+            with opened(commands, folder, SETTINGS, END_S) as contestants:
+                tallies = alternate(contestants, plan)
+        # Side by side they wait for their deadlines together, which is good enough for a quick run.
+        steps = threads.map(lambda program: single_step(program, alone[program], folder), alone)
+        found = dict(zip(alone, steps, strict=True))
     parts = {contestant: dict(tally.parts()) for contestant, tally in tallies.items()}
     parts.setdefault(OURS, {}).update(parts.pop(OURS_ELSE, {}))
     where = {
@@ -104,14 +116,13 @@ def run(options: Options) -> Outcome:
 
 
 def contest_commands(options: Options, sizes: Sizes, verl: str | None, tokenizer: str) -> dict[str, list[str]]:
-    """The programs that take turns, each with what it has to do of the cases that are wanted."""
+    """Return the programs that take turns, each with what it has to do of the cases that are wanted."""
 
     def wanted(loads: Mapping[str, Load], among: Sequence[str]) -> dict[str, Load]:
         names = {**CASES, MATH_IN_THREAD: CASES[MATH], RAISE: RAISING}
         return {case: load for case, load in loads.items() if case in among and options.wants(names[case])}
 
-    ours = [sys.executable, "-m", "bench.reward_ours"]
-    bare = [sys.executable, "-m", "bench.reward_bare"]
+    ours, bare = ([*PROGRAM, program] for program in ("contest", "bare"))
     # The calls of a Ray slow down with every process it has, also at rest: the shortest ones have a Ray of their own.
     entries = [(OURS, ours, Job(tokenizer, wanted(sizes.ours, [RULE])))]
     entries.append((OURS_ELSE, ours, Job(tokenizer, wanted(sizes.ours, [MATH, ASYNC, SYNC]))))
@@ -126,7 +137,7 @@ def contest_commands(options: Options, sizes: Sizes, verl: str | None, tokenizer
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Of the answers' own words: verl gets tokens and makes them text again."""
+    """Write one of the answers' own words: verl gets tokens and makes them text again."""
     from tokenizers import ByteLevelBPETokenizer
 
     texts = [item.text for item in [*math_items(1000), *rule_items(1000)]]
@@ -138,18 +149,9 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
-def contest(commands: Mapping[str, list[str]], plan: Plan, folder: Path) -> dict[str, Tally]:
-    with ExitStack() as stack:
-        contestants = [
-            stack.enter_context(Contestant(name, command, folder, SETTINGS, end_s=END_S))
-            for name, command in commands.items()
-        ]
-        return alternate(contestants, plan)
-
-
-def look(program: str, num_samples: int, folder: Path) -> dict[str, float]:
-    """What one step of a program that has no opponent found."""
-    command = [sys.executable, "-m", f"bench.reward_{program}", str(num_samples)]
+def single_step(program: str, num_samples: int, folder: Path) -> dict[str, float]:
+    """Return what one step of a program that has no opponent found."""
+    command = [*PROGRAM, program, str(num_samples)]
     with Contestant(program, command, folder, SETTINGS) as contestant:
         contestant.ready(FULL.start_s)
         (step,) = contestant.go(1, FULL.turn_s)
@@ -174,7 +176,7 @@ def contest_rows(parts: Parts, sizes: Sizes) -> list[Row]:
 
 
 def ideal_s(num_samples: int, at_a_time: int) -> float:
-    """A call cannot be divided: the last ones take as long as the others, even if they are few."""
+    """Return the least time: a call cannot be divided, so the last ones take as long as the others."""
     return SLEEP_S * -(-num_samples // at_a_time)
 
 
@@ -185,17 +187,8 @@ def per_call_ms(parts: Mapping[str, float]) -> float:
 def math_rows(parts: Parts, sizes: Sizes) -> list[Row]:
     num = sizes.ours[MATH].num_samples
     seconds, used_s = (parts[OURS][part_of(MATH, what)] for what in (SECONDS, CPU))
-    bare = [
-        Row(
-            CASES[MATH],
-            "CPU ms per sample",
-            1e3 * used_s / num,
-            1e3 * parts[BARE][part_of(loop, CPU)] / num,
-            loop,
-            better="lower",
-        )
-        for loop in LOOPS
-    ]
+    loops = {loop: 1e3 * parts[BARE][part_of(loop, CPU)] / num for loop in LOOPS}
+    bare = beside(CASES[MATH], "CPU ms per sample", 1e3 * used_s / num, loops, "lower")
     rate = cpu_ms = share = None
     if "verl" in parts:
         their_num = sizes.verl[MATH_IN_THREAD].num_samples
@@ -214,13 +207,8 @@ def fault_rows(parts: Parts, found: Parts) -> list[Row]:
     if "hostile" in found:
         hostile = found["hostile"]
         unsaid = "samples with neither their score nor a stated failure"
-        lost = {peer: theirs.get(part_of(RAISE, LOST)) for peer, theirs in parts.items()}
-        compared = [
-            Row(RAISING, unsaid, hostile["wrong_raise"], theirs, peer, better="lower")
-            for peer, theirs in lost.items()
-            if theirs is not None
-        ]
-        rows += compared or [Row(RAISING, unsaid, hostile["wrong_raise"], better="lower")]
+        lost = {peer: theirs[part_of(RAISE, LOST)] for peer, theirs in parts.items() if part_of(RAISE, LOST) in theirs}
+        rows += beside(RAISING, unsaid, hostile["wrong_raise"], lost, "lower")
         rows += [
             Row(HOSTILE, "s", hostile["took_s"], hostile["allowed_s"], "deadline arithmetic", better="lower"),
             Row(HOSTILE, "samples with a wrong status or score", hostile["wrong"], better="lower"),

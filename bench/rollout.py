@@ -6,7 +6,7 @@
     weights   a version from trainer to engine, by channel     memcpy; see rollout_weights.py        in turns
     promises  kill, update under load, conversation            ours                                  once
 
-The work is in rollout_work.py, what is checked of ours alone in rollout_checks.py.
+The work is in rollout_work.py, our side in rollout_ours.py.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from bench.grpo_work import VOCABULARY, write_model
+from bench.grpo import OURS, rate_rows
 from bench.harness import Options, Outcome, Peer, Row, UsageError
+from bench.models import VOCABULARY, write_model
+from bench.overlap import write_demo
 from bench.rollout_work import DENSE, MOE, Job, make_cases
-from bench.turns import Contestant, Plan, Tally, take_turns
+from bench.turns import Contestant, Plan, Tally, cpu_environment, opened, take_turns
 
-OURS, GENERATE, CONTINUOUS, TRL, VLLM = "practicum", "generate", "continuous_batching", "trl", "vllm"
+GENERATE, CONTINUOUS, TRL, VLLM = "generate", "continuous_batching", "trl", "vllm"
 PEERS = (GENERATE, CONTINUOUS, TRL, VLLM)
 IN_ENVIRONMENTS_OF_THEIR_OWN = (TRL, VLLM)
 LOG_PROBS, GREEDY, DEMO, WEIGHTS = "log-probs", "greedy", "demo", "weights"
 REPLICAS, CONVERSATION, NUM_TURNS = "kill, update under load", "conversation", 50
-TOKENS, CPU = "tokens/s", "CPU s per 1000 tokens"
 SHARE = "share of the matrix rate"
 DIFFERENCE = "largest difference to a full forward pass"
 
@@ -75,7 +76,7 @@ QUICK = Sizes(
     demo=Plan(warmup_steps=1, num_rounds=1, steps_per_turn=2),
     demo_steps=4,
     demo_accuracy=0.0,
-    demo_backend="local",  # starting Ray twice takes too long for a quick look
+    demo_backend="local",  # starting Ray twice takes too long for a quick run
     promised_tokens=16,
     end_s=0.3,
     # They get ready all at once: threads that spin while they wait for each other would take the cores from the others.
@@ -87,33 +88,34 @@ def run(options: Options) -> Outcome:
     """`--peer none` is ours alone; the demo and the weights stay, whose other side is ours or a plain copy."""
     sizes = QUICK if options.quick else FULL
     commands, missing = peer_commands(options.peer)
+    threads = os.cpu_count() or 1
     rows: list[Row] = []
-    where: dict[str, object] = {"sizes": asdict(sizes), "threads": os.cpu_count() or 1, "peers_not_installed": missing}
+    where: dict[str, object] = {"sizes": asdict(sizes), "threads": threads, "peers_not_installed": missing}
     with tempfile.TemporaryDirectory(prefix="bench-rollout-") as name:
         folder = Path(name)
         cases = make_cases(sizes.num_prompts, sizes.num_new)
         wanted = {name: case for name, case in cases.items() if options.wants(name)}
         checks = [check for check in (LOG_PROBS, GREEDY) if options.wants(check)]
-        if wanted or checks:
-            models = {DENSE: str(folder / DENSE), MOE: str(folder / MOE)}
-            job = Job(models, wanted or cases, os.cpu_count() or 1, VOCABULARY, options.quick)
-            found = contest(job, commands if wanted else {}, checks, list(wanted), sizes, folder)
-            rows += found.rows
-            where |= found.environment
         promised = [name for name in PROMISES if options.wants(name)]
         parts: list[Callable[[], Outcome]] = []
         parts += [partial(demo, sizes, folder)] if options.wants(DEMO) else []
         parts += [partial(weights, options)] if options.wants(WEIGHTS) else []
         parts += [partial(promises, promised, sizes, folder)] if promised else []
-        with ThreadPoolExecutor(3) as threads:
-            for found in threads.map(_call, parts) if options.quick else map(_call, parts):
-                rows += found.rows
-                where |= found.environment
+        outcomes: list[Outcome] = []
+        if wanted or checks:
+            models = {DENSE: str(folder / DENSE), MOE: str(folder / MOE)}
+            job = Job(models, wanted or cases, threads, VOCABULARY, options.quick)
+            outcomes.append(contest(job, commands if wanted else {}, checks, list(wanted), sizes, folder))
+        with ThreadPoolExecutor(3 if options.quick else 1) as pool:
+            outcomes += pool.map(lambda part: part(), parts)
+        for found in outcomes:
+            rows += found.rows
+            where |= found.environment
     return Outcome(rows, where)
 
 
 def peer_commands(asked: str | None) -> tuple[dict[str, list[str]], list[str]]:
-    """The peers' programs, and the peers that are left out since they are not installed. One asked for must be."""
+    """Return the peers' programs, and the peers that are not installed and left out. One asked for must be."""
     if asked == "none":
         return {}, []
     if asked is not None and asked not in PEERS:
@@ -133,22 +135,15 @@ def peer_commands(asked: str | None) -> tuple[dict[str, list[str]], list[str]]:
     return commands, missing
 
 
-def peer_environment(name: str, command: Sequence[str]) -> dict[str, str]:
-    threads = str(os.cpu_count() or 1)
-    env = {"OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if name != VLLM:
-        return env
-    # As its manual asks for; and in one process with all cores, where it would keep one for its second process.
-    runtime = Path(command[0]).parent.parent / "lib" / "libiomp5.so"
-    preload = {"LD_PRELOAD": str(runtime)} if runtime.exists() else {}
-    return {
-        **env,
-        **preload,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+def environment_of(name: str, command: Sequence[str]) -> dict[str, str]:
+    env = cpu_environment(os.cpu_count() or 1)
+    if name == VLLM:
+        # As its manual asks for; and in one process with all cores, where it would keep one for its second process.
+        runtime = Path(command[0]).parent.parent / "lib" / "libiomp5.so"
+        env |= {"LD_PRELOAD": str(runtime)} if runtime.exists() else {}
+        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return env
 
 
 # The contest, and what is checked of ours alone
@@ -160,15 +155,14 @@ def contest(
     for model, path in job.models_used().items():
         write_model(Path(path), mixture_of_experts=model == MOE)
     job.write(folder / "job.json")
-    entries = {OURS: [sys.executable, "-m", "bench.contestants.practicum_rollout"], **commands}
     plan = sizes.plan
     rows: list[Row] = []
     others: dict[str, float] = {}
     with ExitStack() as stack:
         everyone = []
-        for name, command in entries.items():
+        for name, command in {OURS: [sys.executable, "-m", "bench.rollout_ours"], **commands}.items():
             program = [*command, str(folder / "job.json"), name]
-            env = {**peer_environment(name, command), **sizes.more_environment}
+            env = {**environment_of(name, command), **sizes.more_environment}
             everyone.append(stack.enter_context(Contestant(name, program, folder, env, end_s=sizes.end_s)))
         ours = everyone[0]
         versions = {OURS: ours.ready(plan.start_s)}
@@ -180,24 +174,13 @@ def contest(
             is_warm = job.cases[case].model in warm and not sizes.warms_each_case
             tallies = take_turns(everyone, replace(plan, warmup_steps=0) if is_warm else plan, case)
             warm.add(job.cases[case].model)
-            looks = ours.go(sizes.num_looks, plan.turn_s, f"matrix rate, {case}")
-            rows += case_rows(case, tallies, Tally(steps=looks).rate)
+            looks = Tally(ours.go(sizes.num_looks, plan.turn_s, f"matrix rate, {case}"))
+            rows += [*rate_rows(case, tallies), Row(case, SHARE, looks.rate)]
             others[case] = _share_of_others(tallies)
         rows += [check_row(check, value) for check, value in found.items()]
         for one in everyone:
             one.dismiss()
     return Outcome(rows, {"versions": versions, "cpu_share_of_others": others})
-
-
-def case_rows(case: str, tallies: Mapping[str, Tally], share: float) -> list[Row]:
-    ours = tallies[OURS]
-    against: list[tuple[str, Tally] | tuple[None, None]] = [(n, t) for n, t in tallies.items() if n != OURS]
-    rows = []
-    for name, theirs in against or [(None, None)]:
-        rate, cpu_s = (None, None) if theirs is None else (theirs.rate, theirs.cpu_s_per_1000)
-        rows.append(Row(case, TOKENS, ours.rate, rate, name))
-        rows.append(Row(case, CPU, ours.cpu_s_per_1000, cpu_s, name, better="lower"))
-    return [*rows, Row(case, SHARE, share)]
 
 
 def check_row(check: str, value: float) -> Row:
@@ -210,37 +193,28 @@ def check_row(check: str, value: float) -> Row:
 
 
 def demo(sizes: Sizes, folder: Path) -> Outcome:
-    """Of each engine the speed, and the accuracy on held-out problems when it has trained to the end."""
-    from practicum.demo.arithmetic import all_problems, write_problems
-    from practicum.demo.run import NUM_HELD_OUT, WRONG_SHARE
-    from practicum.demo.warmup import warm_up
-
-    train, held_out = all_problems(0, NUM_HELD_OUT)
-    write_problems(folder / "train.jsonl", train)
-    write_problems(folder / "held-out.jsonl", held_out)
-    warm_up(folder / "model", train, seed=0, until_accuracy=sizes.demo_accuracy, wrong_share=WRONG_SHARE)
-    program = [sys.executable, "-m", "bench.contestants.practicum_demo"]
-    with ExitStack() as stack:
-        contestants = []
-        for engine in ("native", "hf"):
-            words = [*program, engine, str(folder), sizes.demo_backend, str(sizes.demo_steps)]
-            one = Contestant(engine, words, folder, sizes.more_environment, end_s=sizes.end_s)
-            contestants.append(stack.enter_context(one))
+    """Measure each engine's speed, and its accuracy on held-out problems when it has trained to the end."""
+    write_demo(folder, sizes.demo_accuracy)
+    program = [sys.executable, "-m", "bench.contestants.practicum_grpo", "demo"]
+    commands = {
+        engine: [*program, engine, str(folder), sizes.demo_backend, str(sizes.demo_steps)]
+        for engine in ("native", "hf")
+    }
+    with opened(commands, folder, sizes.more_environment, sizes.end_s) as contestants:
         for one in contestants:
             one.ready(sizes.demo.start_s)
         tallies = take_turns(contestants, sizes.demo)
         accuracy = {one.name: one.go(1, sizes.demo.turn_s, "accuracy")[0].amount for one in contestants}
-        for one in contestants:
-            one.dismiss()
     return Outcome(demo_rows(tallies, accuracy), {"demo_cpu_share_of_others": _share_of_others(tallies)})
 
 
 def demo_rows(tallies: Mapping[str, Tally], accuracy: Mapping[str, float]) -> list[Row]:
     ours, theirs = tallies["native"], tallies["hf"]
+    cpu = "CPU s per 1000 tokens"
     return [
-        Row(DEMO, TOKENS, ours.rate, theirs.rate, "hf"),
+        Row(DEMO, "tokens/s", ours.rate, theirs.rate, "hf"),
         Row(DEMO, "s of a step for rollout", ours.parts()["rollout"], theirs.parts()["rollout"], "hf", better="lower"),
-        Row(DEMO, CPU, ours.cpu_s_per_1000, theirs.cpu_s_per_1000, "hf", better="lower"),
+        Row(DEMO, cpu, ours.cpu_s_per_1000, theirs.cpu_s_per_1000, "hf", better="lower"),
         Row(DEMO, "held-out accuracy at the end", accuracy["native"], accuracy["hf"], "hf"),
     ]
 
@@ -255,8 +229,8 @@ def weights(options: Options) -> Outcome:
 
 
 def promises(names: Sequence[str], sizes: Sizes, folder: Path) -> Outcome:
-    words = [str(folder), str(sizes.promised_tokens), str(NUM_TURNS)]
-    program = [sys.executable, "-m", "bench.contestants.practicum_promises", *words]
+    words = ["promises", str(folder), str(sizes.promised_tokens), str(NUM_TURNS)]
+    program = [sys.executable, "-m", "bench.rollout_ours", *words]
     with Contestant("promises", program, folder, sizes.more_environment, end_s=sizes.end_s) as one:
         one.ready(sizes.plan.start_s)
         counts = {name: one.go(1, sizes.plan.turn_s, name)[0].parts for name in names}
@@ -285,10 +259,6 @@ def conversation_rows(counts: Mapping[str, float]) -> list[Row]:
 
 
 PROMISES = {CONVERSATION: conversation_rows, REPLICAS: replica_rows}  # whose contestant ends with the replicas
-
-
-def _call(part: Callable[[], Outcome]) -> Outcome:
-    return part()
 
 
 def _share_of_others(tallies: Mapping[str, Tally]) -> float:

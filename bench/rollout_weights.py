@@ -1,6 +1,6 @@
 """`weights`: how fast a version gets from a trainer's process into an engine's, by channel, against a plain memcpy.
 
-The clock runs from the word to send until the last tensor is copied into the engine's own memory. CPU time is that of
+The clock runs from the order to send until the last tensor is copied into the engine's own memory. CPU time is that of
 both processes together. Channels and memcpy take turns, so that all see the same machine.
 """
 
@@ -11,12 +11,10 @@ import resource
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,52 +30,44 @@ PATIENCE_S = 120.0
 
 def rows(options: Options) -> list[Row]:
     num_bytes, num_rounds = (20_000_000, 2) if options.quick else (500_000_000, 7)
-    tallies = measured(num_bytes, num_rounds)
+    times = {name: list(zip(*own, strict=True)) for name, own in measured(num_bytes, num_rounds).items()}
     case = f"weights, {num_bytes // 1_000_000} MB of float32"
     found = []
     for channel in CHANNELS:
-        ours, memcpy = tallies[channel], tallies[MEMCPY]
-        rates = (num_bytes / 1e9 / median(tally.seconds) for tally in (ours, memcpy))
+        (seconds, cpu), (memcpy_s, memcpy_cpu) = times[channel], times[MEMCPY]
+        rates = (num_bytes / 1e9 / median(own) for own in (seconds, memcpy_s))
         found.append(Row(case, f"GB/s by {channel}", *rates, MEMCPY))
-        cpu = (median(ours.cpu_seconds), median(memcpy.cpu_seconds))
-        found.append(Row(case, f"CPU s by {channel}", *cpu, MEMCPY, better="lower"))
+        found.append(Row(case, f"CPU s by {channel}", median(cpu), median(memcpy_cpu), MEMCPY, better="lower"))
     return found
 
 
-@dataclass(slots=True)
-class Tally:
-    seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
-
-
-def measured(num_bytes: int, num_rounds: int) -> dict[str, Tally]:
+def measured(num_bytes: int, num_rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Return seconds and CPU seconds of each round, by channel."""
     torch.set_num_threads(1)
     tensors = make_tensors(num_bytes)
     engine = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    tallies = {name: Tally() for name in (MEMCPY, *CHANNELS)}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in (MEMCPY, *CHANNELS)}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-weights-"))
         senders = {name: stack.enter_context(sender(name, num_bytes, folder)) for name in CHANNELS}
         receiver = WeightReceiver(PATIENCE_S)
         for version in range(num_rounds + 1):  # the first is for warming up
-            for name, tally in tallies.items():
-                began, began_cpu = time.perf_counter(), cpu_s()
+            for name, own in times.items():
+                began, began_cpu, others = time.perf_counter(), cpu_s(), 0.0
                 if name == MEMCPY:
                     copy(engine, tensors.items())
-                    others = 0.0
                 else:
-                    others = pass_on(senders[name], receiver, version, engine)
+                    others = receive(senders[name], receiver, version, engine)
                 if version:
-                    tally.seconds.append(time.perf_counter() - began)
-                    tally.cpu_seconds.append(cpu_s() - began_cpu + others)
-    return tallies
+                    own.append((time.perf_counter() - began, cpu_s() - began_cpu + others))
+    return times
 
 
 def make_tensors(num_bytes: int) -> dict[str, Tensor]:
     return {f"layers.{index}.weight": torch.randn(num_bytes // 4 // NUM_TENSORS) for index in range(NUM_TENSORS)}
 
 
-def copy(engine: dict[str, Tensor], tensors: Any) -> None:
+def copy(engine: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
     for name, tensor in tensors:
         engine[name].copy_(tensor)
 
@@ -87,8 +77,8 @@ def cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def pass_on(trainer: Connection, receiver: WeightReceiver, version: int, engine: dict[str, Tensor]) -> float:
-    """One version; returns the CPU seconds of the trainer's process."""
+def receive(trainer: Connection, receiver: WeightReceiver, version: int, engine: dict[str, Tensor]) -> float:
+    """Receive one version; return the CPU seconds of the trainer's process."""
     trainer.send(version)
     invited = trainer.recv()
     update = receiver.receive(invited if invited is not None else trainer.recv())
@@ -101,6 +91,7 @@ def pass_on(trainer: Connection, receiver: WeightReceiver, version: int, engine:
 
 @contextmanager
 def sender(channel: str, num_bytes: int, folder: str) -> Iterator[Connection]:
+    """Start a trainer's process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # once for all of them
     ours, theirs = context.Pipe()
@@ -108,7 +99,7 @@ def sender(channel: str, num_bytes: int, folder: str) -> Iterator[Connection]:
     process = context.Process(target=serve, args=(theirs, channel, settings, num_bytes), daemon=True)
     process.start()
     theirs.close()
-    killer = threading.Timer(10 * PATIENCE_S, process.kill)  # whoever waits for it then hears the end of its pipe
+    killer = threading.Timer(10 * PATIENCE_S, process.kill)  # a driver that waits for it then hears the end of its pipe
     killer.daemon = True
     killer.start()
     try:

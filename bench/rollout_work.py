@@ -1,4 +1,4 @@
-"""The work of everyone in the `rollout` benchmark: which prompts, how long the answers, and how they are counted.
+"""The work of the contestants in the `rollout` benchmark: which prompts, how long the answers, how they are counted.
 
 Imported in the environments of all peers, so it needs nothing but the standard library.
 """
@@ -10,11 +10,11 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
-from bench.contestant import Line, step
+from bench.contestant import JobFile, Line, step
 
 DENSE, MOE = "dense", "moe"
 FIRST_WORD = 2  # the tokens before it are special
@@ -32,21 +32,21 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        """Of all answers: what is counted."""
+        """The tokens of all answers: what is counted."""
         return self.num_answers * sum(self.new_tokens)
 
     def lengths(self) -> list[int]:
-        """Of every answer, the answers to one prompt after each other."""
+        """Return that of every answer, the answers to one prompt after each other."""
         return [length for length in self.new_tokens for _ in range(self.num_answers)]
 
     def prompts(self, seed: int, vocabulary: int) -> Prompts:
-        """New ones for every step: some engines remember what they have read."""
+        """Return new ones for every step: some engines remember what they have read."""
         chance = random.Random(seed)
         return [[chance.randrange(FIRST_WORD, vocabulary) for _ in range(length)] for length in self.prompt_lengths]
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+@dataclass(frozen=True)
+class Job(JobFile):
     """All a contestant needs to know."""
 
     models: Mapping[str, str]  # DENSE, MOE -> folder
@@ -55,11 +55,8 @@ class Job:
     vocabulary: int
     quick: bool = False
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
-
     @classmethod
-    def read(cls, path: str) -> Job:
+    def read(cls, path: str | Path) -> Self:
         fields = json.loads(Path(path).read_text())
         return cls(**{**fields, "cases": {name: Case(**case) for name, case in fields["cases"].items()}})
 
@@ -69,19 +66,18 @@ class Job:
 
 
 def make_cases(num_prompts: int, num_new: int) -> dict[str, Case]:
-    """The cases by name. 64 and 64 is the full work; everything else follows from these two."""
+    """Return the cases by name. 64 and 64 is the full work; everything else follows from these two."""
     chance = random.Random(0)
-    same = [num_new] * num_prompts
     # From an eighth of the usual length to four times it, each factor as likely as another.
     very = [round(num_new * math.exp(chance.uniform(math.log(1 / 8), math.log(4)))) for _ in range(num_prompts)]
     mixed = [chance.randint(num_new // 8, 2 * num_new) for _ in range(num_prompts)]
-    equal = [num_new] * num_prompts
-    long = [4 * num_new] * (num_prompts // 2)
+    same = [num_new] * num_prompts
+    half = num_prompts // 2
     shapes = {
-        "equal": (equal, same, 1),
+        "equal": (same, same, 1),
         "mixed": (mixed, same, 1),
-        "different": (equal, very, 1),
-        "shared": (long, same[: len(long)], 8),
+        "different": (same, very, 1),
+        "shared": ([4 * num_new] * half, same[:half], 8),
     }
     dense = {name: Case(DENSE, *shape) for name, shape in shapes.items()}
     return dense | {f"{name} moe": Case(MOE, *shape) for name, shape in shapes.items()}
@@ -96,10 +92,10 @@ class Writer(Protocol):
     """One engine with one model."""
 
     def write(self, case: Case, prompts: Prompts) -> Any:
-        """All answers with the log-probs of their tokens, in whatever form the engine has them. This is timed."""
+        """Write all answers with the log-probs of their tokens, in whatever form the engine has them. This is timed."""
 
     def answers(self, case: Case, written: Any) -> list[Answer]:
-        """The same in plain form, in the order of `Case.lengths`."""
+        """Return the same in plain form, in the order of `Case.lengths`."""
 
 
 def take_steps(
@@ -107,24 +103,20 @@ def take_steps(
     job: Job,
     packages: Iterable[str],
     writers: Mapping[str, Writer],
-    others: Mapping[str, Callable[[], dict[str, Any]]] | None = None,
+    others: Callable[[str], dict[str, Any]] | None = None,
 ) -> None:
-    """A contestant's whole life, once its models are loaded. `others` are steps of another kind, by name."""
-    line.ready(packages)
+    """Be a contestant, once its models are loaded. `others` takes the steps whose name is not that of a case."""
     seed = 0
-    while True:
-        num_steps, name = line.wait_for_case()
-        if not num_steps:
-            return
-        steps = []
-        for _ in range(num_steps):
-            seed += 1
-            if others and name in others:
-                steps.append(others[name]())
-            else:
-                case = job.cases[name]
-                steps.append(one_step(case, writers[case.model], case.prompts(seed, job.vocabulary)))
-        line.answer(steps)
+
+    def take_step(name: str) -> dict[str, Any]:
+        nonlocal seed
+        seed += 1
+        if others is not None and name not in job.cases:
+            return others(name)
+        case = job.cases[name]
+        return one_step(case, writers[case.model], case.prompts(seed, job.vocabulary))
+
+    line.serve(packages, take_step)
 
 
 def one_step(case: Case, writer: Writer, prompts: Prompts) -> dict[str, Any]:
@@ -136,7 +128,7 @@ def one_step(case: Case, writer: Writer, prompts: Prompts) -> dict[str, Any]:
 
 
 def check(case: Case, answers: Sequence[Answer]) -> None:
-    """An engine that writes less than it was asked to must not look fast."""
+    """Raise an error for an engine that writes less than it was asked to: it must not look fast."""
     lengths = [len(tokens) for tokens, _ in answers]
     if lengths != case.lengths():
         raise RuntimeError(f"answers of {lengths} tokens where {case.lengths()} were due")

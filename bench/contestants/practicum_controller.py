@@ -1,4 +1,5 @@
-"""Ours in the `controller` benchmark, a worker group on a pool of its own, and bare Ray actors beside it."""
+"""Ours in the `controller` benchmark, a worker group on a pool of its own; and bare Ray actors, with as little code
+around them as does the work."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ import numpy.typing as npt
 import ray
 
 from bench.contestant import Line
-from bench.contestants.bare_ray import BareTeam
 from bench.controller_work import BARE, ITEMS, OURS, ROWS, Job, items, rows, start_ray, take_steps
 from practicum.controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, WorkerGroup
 from practicum.controller.ray_group import Running
@@ -56,6 +56,48 @@ class OurTeam:
         self._pool.release()
 
 
+class BareEcho:
+    def noop(self) -> None:
+        pass
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def echo(self, shard: Any) -> Any:
+        return shard
+
+
+class BareTeam:
+    def __init__(self, num_workers: int) -> None:
+        actor: Any = ray.remote(BareEcho)
+        self._actors = [actor.remote() for _ in range(num_workers)]
+
+    def noop(self) -> Any:
+        return ray.get([actor.noop.remote() for actor in self._actors])
+
+    def batches(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        yield ITEMS, self._echo_items
+        yield ROWS, self._echo_rows
+
+    def pids(self) -> Sequence[int]:
+        return list(ray.get([actor.pid.remote() for actor in self._actors]))
+
+    def stop(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+
+    def _echo_items(self) -> list[Any]:
+        batch, size = items(), len(items()) // len(self._actors)
+        shards = [batch[i * size : (i + 1) * size] for i in range(len(self._actors))]
+        return [item for reply in self._echo(shards) for item in reply]
+
+    def _echo_rows(self) -> Any:
+        return np.concatenate(self._echo(np.array_split(rows(), len(self._actors))))
+
+    def _echo(self, shards: Sequence[Any]) -> Any:
+        return ray.get([actor.echo.remote(shard) for actor, shard in zip(self._actors, shards, strict=True)])
+
+
 class FakeHost:
     """Stands for a worker's actor in the driver: whatever is called, the answer is there already."""
 
@@ -78,7 +120,7 @@ class FakeGroup(RayWorkerGroup[Echo]):
 
 
 def noop_on_fakes(num_workers: int) -> Callable[[], Any]:
-    """The same call on fakes: all the driver does for each worker, but for handing the call over to Ray."""
+    """Return the same call on fakes: all the driver does for each worker, but for handing the call over to Ray."""
     packed = RayClassWithInitArgs(Echo)
     with RayResourcePool([1]) as pool:
         answering = RayWorkerGroup(pool, packed, name="answers")

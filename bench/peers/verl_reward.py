@@ -20,8 +20,7 @@ from verl.experimental.reward_loop import RewardLoopManager
 from bench import reward_functions
 from bench.contestant import Line
 from bench.controller_work import start_ray
-from bench.reward_items import Item
-from bench.reward_work import CONCURRENCY, NUM_WORKERS, Job, take_steps
+from bench.reward_work import CONCURRENCY, NUM_WORKERS, Item, Job, take_steps
 
 FUNCTIONS = {"naive": "compute_score", "rate_limited": "compute_score_async"}
 PROMPT_TOKENS = 32

@@ -295,15 +295,27 @@ class WorkerGroup(ABC, Generic[W]):
     def scatter(self, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         return self.scatter_async(method, batch, *args, **kwargs).result()
 
+    @overload
     def scatter_with_async(
         self,
         split: Callable[[B, int], Sequence[S]],
         gather: Callable[[list[R]], Out],
-        method: CoroOn[W, S, P, R] | MethodOn[W, S, P, R],
+        method: CoroOn[W, S, P, R],
         batch: Batch[B],
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> GroupFuture[Out]:
+    ) -> GroupFuture[Out]: ...
+    @overload
+    def scatter_with_async(
+        self,
+        split: Callable[[B, int], Sequence[S]],
+        gather: Callable[[list[R]], Out],
+        method: MethodOn[W, S, P, R],
+        batch: Batch[B],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> GroupFuture[Out]: ...
+    def scatter_with_async(self, split: Any, gather: Any, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """`split` cuts the batch into as many shares as it is told, `gather` makes one reply of many."""
         num_shards = self._mesh.data
         shares = batch.shares(num_shards, split) if isinstance(batch, GroupFuture) else split(batch, num_shards)
@@ -312,15 +324,27 @@ class WorkerGroup(ABC, Generic[W]):
             raise CallError(f"group {self.name!r}: the split made {len(own)} shares where {num_shards} were asked for")
         return self._start(self._call(method, args, kwargs, own=own), gather)
 
+    @overload
     def scatter_with(
         self,
         split: Callable[[B, int], Sequence[S]],
         gather: Callable[[list[R]], Out],
-        method: CoroOn[W, S, P, R] | MethodOn[W, S, P, R],
+        method: CoroOn[W, S, P, R],
         batch: Batch[B],
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> Out:
+    ) -> Out: ...
+    @overload
+    def scatter_with(
+        self,
+        split: Callable[[B, int], Sequence[S]],
+        gather: Callable[[list[R]], Out],
+        method: MethodOn[W, S, P, R],
+        batch: Batch[B],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Out: ...
+    def scatter_with(self, split: Any, gather: Any, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         return self.scatter_with_async(split, gather, method, batch, *args, **kwargs).result()
 
     def stream(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bench.grpo_work import make_word_tokenizer
+from bench.models import make_word_tokenizer
 
 VOCABULARY = 151_936
 _COMMON: dict[str, Any] = {

@@ -13,9 +13,10 @@ import torch
 
 from bench.rollout_work import Case
 from practicum import Sample
+from practicum.controller.loop import run_sync
 from practicum.demo.arithmetic import make_tokenizer
 from practicum.rollout.native import NativeRollout
-from practicum.types import Prompt, RolloutRequest, SamplingParams
+from practicum.types import Prompt, PromptGroup, SamplingParams
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -95,12 +96,12 @@ def _is_equal(family: str, folder: Path, num_tokens: int) -> bool:
     prompts = [chance.integers(len(tokenizer), size=length) for length in _PROMPT_LENGTHS]
     expected = [_greedy(model, prompt, num_tokens) for prompt in prompts]
     native = NativeRollout(str(folder), device=torch.device("cpu"), dtype=torch.float32, max_batch=len(prompts))
-    native.resume()
+    run_sync(native.resume())
     params = SamplingParams(num_tokens, temperature=0.0, ignore_eos=True)
-    samples = native.generate(
-        [RolloutRequest(Prompt(str(i), text="-"), ids.astype(np.int32), params, i) for i, ids in enumerate(prompts)]
-    )
-    return [sample.token_ids.tolist() for sample in samples] == expected
+    groups = [
+        PromptGroup(str(i), Prompt(str(i), text="-"), ids.astype(np.int32), params, i) for i, ids in enumerate(prompts)
+    ]
+    return [group.trajectories[0].last.token_ids.tolist() for group in native.generate_all(groups)] == expected
 
 
 def _greedy(model: Any, prompt: Any, num_tokens: int) -> list[int]:

@@ -23,8 +23,9 @@ from bench.rollout_checks import (
 )
 from bench.rollout_work import Answer, Case, Job, Prompts, take_steps
 from practicum import Sample
+from practicum.controller.loop import run_sync
 from practicum.rollout.native import NativeRollout
-from practicum.types import Prompt, RolloutRequest, SamplingParams
+from practicum.types import Prompt, PromptGroup, SamplingParams
 
 LOG_PROBS, GREEDY, MATRIX_RATE = "log-probs", "greedy", "matrix rate, "
 QUICK_COMPARED, QUICK_GREEDY = 2, 8
@@ -33,11 +34,12 @@ QUICK_COMPARED, QUICK_GREEDY = 2, 8
 class Native:
     def __init__(self, folder: str) -> None:
         self._engine = NativeRollout(folder, device=torch.device("cpu"), dtype=torch.float32, max_batch=512)
-        self._engine.resume()
+        run_sync(self._engine.resume())
 
     def write(self, case: Case, prompts: Prompts) -> list[Sample]:
-        requests = [
-            RolloutRequest(
+        groups = [
+            PromptGroup(
+                str(index),
                 Prompt(str(index), text="a made-up prompt"),
                 np.array(prompt, np.int32),
                 SamplingParams(length, num_answers=case.num_answers, ignore_eos=True),
@@ -45,7 +47,7 @@ class Native:
             )
             for index, (prompt, length) in enumerate(zip(prompts, case.new_tokens, strict=True))
         ]
-        return self._engine.generate(requests)
+        return [sample for group in self._engine.generate_all(groups) for sample in group.samples]
 
     def answers(self, case: Case, written: list[Sample]) -> list[Answer]:
         return [(sample.token_ids.tolist(), sample.log_probs.tolist()) for sample in written]

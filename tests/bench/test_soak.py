@@ -71,7 +71,7 @@ def test_a_figure_that_is_off_and_weights_of_another_step_are_found_out(folder: 
     from practicum.replay import Recording
 
     with Recording(folder / "samples.rec") as recording:
-        samples = [item.sample for item in recording.trainings(3)]
+        samples = recording.samples(3)
     assert soak.computed_anew(samples, folder / "model")[1] > 1e-4  # those of the beginning, two updates earlier
 
 

@@ -22,7 +22,17 @@ import inspect
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Container,
+    Coroutine,
+    Generator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Union, cast, overload
@@ -365,7 +375,7 @@ class WorkerGroup(ABC, Generic[W]):
         """End the workers. Safe to call twice."""
 
     @abstractmethod
-    def _send(self, call: Call, ranks: Sequence[int], answering: Sequence[int], deadline: float) -> Replies:
+    def _send(self, call: Call, ranks: Sequence[int], answering: Container[int], deadline: float) -> Replies:
         """Start a call on some ranks; those that answer send a reply. Nothing is sent if anything cannot be."""
 
     @abstractmethod
@@ -376,7 +386,7 @@ class WorkerGroup(ABC, Generic[W]):
         deadline = time.monotonic() + self._timeout_s
         ranks = only_on or range(self.world_size)
         answering = only_on or self._mesh.answering_ranks()
-        replies = self._send(call, ranks, answering, deadline)
+        replies = self._send(call, ranks, set(answering), deadline)
         return GroupFuture(replies, [ranks.index(rank) for rank in answering], gather)
 
     def _checked(self, rank: int) -> int:

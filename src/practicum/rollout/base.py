@@ -139,12 +139,13 @@ class BaseRollout(ABC):
 
     def generate_all(self, groups: Items[PromptGroup]) -> list[PromptGroup]:
         """Write all groups and return them in their order, for callers without an event loop."""
+        from practicum.controller.loop import run_sync
 
         async def generated() -> None:
             async for _ in self.generate(groups):
                 pass
 
-        asyncio.run(generated())
+        run_sync(generated())
         return list(groups)
 
     def abort(self, sequences: Iterable[Sequence] | None = None) -> None:

@@ -97,6 +97,8 @@ class _Worker:
     replica: RolloutReplica
     rank: int
     parts: set[_Part] = field(default_factory=set)  # with open trajectories
+    num_open: int = 0  # trajectories of its parts
+    num_tokens: float = 0.0  # that it is expected to write
     streams: dict[asyncio.Task[None], _Call] = field(default_factory=dict)
     watch: asyncio.Task[None] | None = None
     heard_at: float = 0.0
@@ -105,13 +107,16 @@ class _Worker:
     def key(self) -> tuple[int, int]:
         return self.replica.number, self.rank
 
-    @property
-    def num_open(self) -> int:
-        return sum(len(part.open) for part in self.parts)
+    def add(self, part: _Part) -> None:
+        self.parts.add(part)
+        self.num_open += len(part.open)
+        self.num_tokens += part.num_tokens
 
-    @property
-    def num_tokens(self) -> float:
-        return sum(part.num_tokens for part in self.parts)
+    def keep(self, parts: Iterable[_Part]) -> None:
+        """Forget all other parts."""
+        self.parts, self.num_open, self.num_tokens = set(), 0, 0.0
+        for part in parts:
+            self.add(part)
 
 
 class ExpectedLengths:
@@ -160,6 +165,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         self._workers = [_Worker(own, rank) for own in self.replicas for rank in range(own.num_workers)]
         self._calls: set[_Call] = set()
         self._waiting: list[_Part] = []  # a heap
+        self._waiting_tokens = 0.0  # expected of them
         self._sessions: dict[str, tuple[int, int]] = {}  # the worker each is with, by its key
         self._num_awake = 0  # blocks of `awake`
         self._is_paused = False  # new weights are on their way: workers are sent nothing
@@ -288,7 +294,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
             for start in range(0, len(own), size):
                 part = {trajectory.number: trajectory for trajectory in own[start : start + size]}
                 cost = self._lengths.expected(group, own[start])
-                heapq.heappush(self._waiting, _Part(call, group, part, cost, next(self._numbers)))
+                self._push(_Part(call, group, part, cost, next(self._numbers)))
         if (error := self._hopeless()) is not None:
             call.fail(error)
         self._dispatch()
@@ -297,14 +303,16 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
     async def _end(self, call: _Call) -> None:
         """Abort what is left of a call. Does nothing when all is written."""
         self._calls.discard(call)
-        self._waiting = [part for part in self._waiting if part.call is not call]
-        heapq.heapify(self._waiting)
+        kept = [part for part in self._waiting if part.call is not call]
+        self._waiting, self._waiting_tokens = [], 0.0
+        for part in kept:
+            self._push(part)
         for task in call.streams:
             task.cancel()
         if call.streams:
             await asyncio.wait(call.streams, timeout=_ABORT_S)
         for worker in self._workers:
-            worker.parts = {part for part in worker.parts if part.call is not call}
+            worker.keep([part for part in worker.parts if part.call is not call])
             if call in worker.streams.values():
                 self._lose(worker.replica, f"it did not abort what it was writing within {_ABORT_S:g} s")
         self._dispatch()
@@ -316,7 +324,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
             return
         lists: dict[tuple[_Worker, _Call], list[_Part]] = {}
         for worker, part in self._shared_out(workers) if self._window is None else self._chosen(workers, self._window):
-            worker.parts.add(part)
+            worker.add(part)
             lists.setdefault((worker, part.call), []).append(part)
         for (worker, call), parts in lists.items():
             if not worker.streams:
@@ -331,7 +339,8 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
 
     def _shared_out(self, workers: Sequence[_Worker]) -> Iterator[tuple[_Worker, _Part]]:
         """Share everything out, in the order of the groups, in shares of the same size."""
-        parts, self._waiting = sorted(self._waiting, key=lambda part: (part.call.number, part.number)), []
+        parts = sorted(self._waiting, key=lambda part: (part.call.number, part.number))
+        self._waiting, self._waiting_tokens = [], 0.0
         for _, own in itertools.groupby(parts, key=lambda part: part.call):
             for worker, share in zip(workers, split_batch(list(own), len(workers)), strict=True):
                 yield from ((worker, part) for part in share)
@@ -343,7 +352,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         free = {worker for worker in workers if room[worker] >= max(1, int(window * _LEAST_ROOM))}
         if not free:
             return
-        fair = (sum(part.num_tokens for part in self._waiting) + sum(load.values())) / len(workers)
+        fair = (self._waiting_tokens + sum(load.values())) / len(workers)
         by_key = {worker.key: worker for worker in workers}
         kept = []  # of sessions whose workers have no room
         while self._waiting:
@@ -351,6 +360,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
             if not open_to_more:
                 break
             worker, part = min(open_to_more, key=lambda worker: load[worker]), heapq.heappop(self._waiting)
+            self._waiting_tokens -= part.num_tokens
             if (session := part.group.session) is not None:
                 worker = by_key.get(self._sessions.pop(session, worker.key), worker)
                 self._sessions[session] = worker.key  # those nobody has gone on with for long are forgotten first
@@ -363,7 +373,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
                 free.discard(worker)
             yield worker, part
         for part in kept:
-            heapq.heappush(self._waiting, part)
+            self._push(part)
         for session in list(itertools.islice(self._sessions, max(0, len(self._sessions) - _MOST_SESSIONS))):
             del self._sessions[session]
 
@@ -392,6 +402,8 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
             if part is None or part not in worker.parts or (own := part.open.pop(came.number, None)) is None:
                 continue
             own.samples, own.counts = came.samples, came.counts
+            worker.num_open -= 1
+            worker.num_tokens -= part.cost
             if not part.open:
                 worker.parts.remove(part)
             if not own.is_finished:  # aborted by no wish of ours: whoever has room goes on with it
@@ -407,6 +419,10 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         worker.heard_at = time.monotonic()
         self._dispatch()
 
+    def _push(self, part: _Part) -> None:
+        heapq.heappush(self._waiting, part)
+        self._waiting_tokens += part.num_tokens
+
     def _put_back(self, part: _Part, reason: str) -> None:
         part.num_attempts += 1
         # Every replica may be lost once by no fault of this group; then it looks as if it were the cause.
@@ -418,7 +434,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
                 )
             )
         elif part.call in self._calls:
-            heapq.heappush(self._waiting, part)
+            self._push(part)
 
     async def _watch(self, worker: _Worker) -> None:
         """Find out that a worker does not answer at all, or finishes nothing for too long."""
@@ -448,7 +464,8 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
                 for task in (*worker.streams, *([] if worker.watch is None else [worker.watch])):
                     if task is not asyncio.current_task():
                         task.cancel()
-                parts, worker.parts = worker.parts, set()
+                parts = worker.parts
+                worker.keep([])
                 for part in parts:
                     self._put_back(part, reason)
         self._start_again(replica)

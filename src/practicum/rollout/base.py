@@ -33,6 +33,7 @@ from contextlib import aclosing, asynccontextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from practicum.controller.loop import run_sync
 from practicum.rollout.engine.sequence import Request, Sequence
 from practicum.types import PromptGroup, Sample, Trajectory
 from practicum.weights import WeightUpdate
@@ -144,7 +145,7 @@ class BaseRollout(ABC):
             async for _ in self.generate(groups):
                 pass
 
-        asyncio.run(generated())
+        run_sync(generated())
         return list(groups)
 
     def abort(self, sequences: Iterable[Sequence] | None = None) -> None:

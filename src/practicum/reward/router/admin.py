@@ -158,7 +158,7 @@ class Admin:
 
     def _check_caller(self, head: RequestHead, peer: tuple[Any, ...] | None) -> None:
         if self._token is None:
-            # A page open in somebody's browser on this machine is not somebody on this machine.
+            # A page in a browser on this machine is not a caller of this machine.
             if not _is_loopback(peer) or head.origin is not None or not _LOCAL_HOST.fullmatch(head.host or b""):
                 raise Refused(403, "no_token", "without a token the control plane serves callers on its machine only.")
             return

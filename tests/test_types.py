@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from practicum import Message, Prompt, Sample, SamplingParams, Score
-from practicum.types import PackedSamples
 from tests.samples import make_sample as random_sample
 
 
@@ -78,21 +77,14 @@ def same(one: Sample, other: Sample) -> bool:
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9), st.text(max_size=5)), min_size=1, max_size=8))
-def test_packed_samples_come_out_as_they_went_in(shapes: list[tuple[int, int, str]]) -> None:
-    samples = [random_sample(p, a, text=text, truth=text, seed=i) for i, (p, a, text) in enumerate(shapes)]
-    unpacked = pickle.loads(pickle.dumps(PackedSamples.of(samples))).unpack()
-    assert len(unpacked) == len(samples)
-    assert all(map(same, unpacked, samples))
-    # One that is left of many does not carry the others along.
-    assert len(pickle.dumps(unpacked[0])) <= len(pickle.dumps(samples[0])) + 100
-
-
-def test_answers_to_one_prompt_share_it_again_after_the_journey() -> None:
-    one, other = random_sample(text="a"), random_sample(text="b", seed=1)
-    samples = [one, make_sample(prompt=one.prompt), other]
-    unpacked = pickle.loads(pickle.dumps(PackedSamples.of(samples))).unpack()
-    assert unpacked[0].prompt is unpacked[1].prompt
-    assert [sample.prompt for sample in unpacked] == [sample.prompt for sample in samples]
+def test_samples_of_a_group_come_out_as_they_went_in_and_share_their_prompt(shapes: list[tuple[int, int, str]]) -> None:
+    prompt = Prompt("p", text="?", answer="4")
+    samples = [random_sample(p, a, text=text, seed=i) for i, (p, a, text) in enumerate(shapes)]
+    for sample in samples:
+        sample.prompt = prompt
+    unpacked = pickle.loads(pickle.dumps(samples))
+    assert len(unpacked) == len(samples) and all(map(same, unpacked, samples))
+    assert len({id(sample.prompt) for sample in unpacked}) == 1
 
 
 def test_whatever_travels_arrives_the_same() -> None:

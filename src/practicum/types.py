@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -330,127 +330,6 @@ class PromptGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutRequest:
-    """One prompt, tokenised, with a seed of its own: the answers do not depend on what else is in the batch."""
-
-    prompt: Prompt
-    prompt_ids: NDArray[np.int32]  # [prompt]
-    params: SamplingParams
-    seed: int
-    first_answer: int = 0  # the answers are number first_answer, first_answer + 1, ... of that seed
-    written: Sample | None = None  # what there is of the one answer: it is gone on with
-    session: str | None = None  # requests of one session belong to one conversation and are best sent to one engine
-
-    def __post_init__(self) -> None:
-        if self.written is not None and self.params.num_answers != 1:
-            raise ValueError(f"prompt {self.prompt.id}: one answer is gone on with, not {self.params.num_answers}")
-
-    def going_on(self, answer: int, aborted: Sample) -> RolloutRequest:
-        """The request that goes on with one of the answers to this one."""
-        params = replace(self.params, num_answers=1)
-        return replace(self, params=params, first_answer=self.first_answer + answer, written=aborted)
-
-
-@dataclass(frozen=True, slots=True)
-class PackedRoutes:
-    """Those of several samples, for `PackedSamples`."""
-
-    code: NDArray[np.uint8]  # end to end, as is `known`
-    sizes: NDArray[np.int64]  # [samples], bytes of each; -1 for one without routes
-    known: NDArray[np.bool_]
-    layers: NDArray[np.int32]
-    num_experts: int
-    k: int
-
-    @classmethod
-    def of(cls, routes: Sequence[CodedRoutes | None]) -> PackedRoutes | None:
-        there = [one for one in routes if one is not None]
-        if not there:
-            return None
-        return cls(
-            np.concatenate([one.code for one in there]),
-            np.array([-1 if one is None else len(one.code) for one in routes]),
-            np.concatenate([one.known for one in there]),
-            there[0].layers,
-            there[0].num_experts,
-            there[0].k,
-        )
-
-    def unpack(self, num_tokens: Sequence[int]) -> list[CodedRoutes | None]:
-        """`num_tokens` of each sample."""
-        found: list[CodedRoutes | None] = []
-        at, token = 0, 0
-        for size, length in zip(self.sizes.tolist(), num_tokens, strict=True):
-            if size < 0:
-                found.append(None)
-                continue
-            code, known = self.code[at : at + size], self.known[token : token + length]
-            found.append(CodedRoutes(code, self.layers, known, self.num_experts, self.k))
-            at, token = at + size, token + length
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class PackedSamples:
-    """Samples as they travel: hundreds of small arrays cost far more to send than a few long ones."""
-
-    prompts: list[tuple[Any, ...]]  # the fields of each
-    lengths: NDArray[np.int64]  # [2, samples], of prompts and answers
-    prompt_ids: NDArray[np.int32]  # those of all samples end to end, as are the others
-    token_ids: NDArray[np.int32]
-    log_probs: NDArray[np.float32]
-    loss_mask: NDArray[np.bool_]
-    versions: NDArray[np.int32]
-    texts: list[str]
-    finish_reasons: list[FinishReason]
-    routes: PackedRoutes | None
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample], routes: Sequence[CodedRoutes | None] = ()) -> PackedSamples:
-        """Of at least one sample, with its routes if they are given: whoever only reads has no use for them."""
-        return cls(
-            _fields_of([sample.prompt for sample in samples]),
-            np.array([[len(s.prompt_ids) for s in samples], [len(s.token_ids) for s in samples]]),
-            np.concatenate([sample.prompt_ids for sample in samples]),
-            np.concatenate([sample.token_ids for sample in samples]),
-            np.concatenate([sample.log_probs for sample in samples]),
-            np.concatenate([sample.loss_mask for sample in samples]),
-            np.concatenate([sample.versions for sample in samples]),
-            [sample.text for sample in samples],
-            [sample.finish_reason for sample in samples],
-            PackedRoutes.of(routes),
-        )
-
-    def unpack(self) -> list[Sample]:
-        """Their arrays are views."""
-        made: dict[int, Prompt] = {}  # the answers to one prompt share it again
-        prompts = [made.get(id(fields)) or made.setdefault(id(fields), Prompt(*fields)) for fields in self.prompts]
-        ends = np.cumsum(self.lengths, axis=1).tolist()
-        starts = [[0, *row[:-1]] for row in ends]
-        routes = self.routes.unpack(self.lengths.sum(0).tolist()) if self.routes else [None] * len(prompts)
-        return [
-            Sample(
-                prompt=prompts[i],
-                prompt_ids=self.prompt_ids[starts[0][i] : ends[0][i]],
-                token_ids=self.token_ids[(answer := slice(starts[1][i], ends[1][i]))],
-                log_probs=self.log_probs[answer],
-                loss_mask=self.loss_mask[answer],
-                versions=self.versions[answer],
-                text=self.texts[i],
-                finish_reason=self.finish_reasons[i],
-                routes=routes[i],
-            )
-            for i in range(len(prompts))
-        ]
-
-
-def _fields_of(prompts: Sequence[Prompt]) -> list[tuple[Any, ...]]:
-    """One and the same tuple for one and the same prompt: it is sent once."""
-    seen: dict[int, tuple[Any, ...]] = {}
-    return [seen.get(id(prompt)) or seen.setdefault(id(prompt), prompt.__reduce__()[1]) for prompt in prompts]
-
-
-@dataclass(frozen=True, slots=True)
 class Score:
     """A grade. `value` is a finite number exactly when `status` is `ok`; a failure is never a zero.
 
@@ -479,40 +358,3 @@ class Score:
     def failed(cls, status: ScoreStatus, reason: str) -> Score:
         """Return the score of a sample that could not be graded."""
         return cls(None, status=status, reason=reason)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingSample:
-    """A graded sample as the trainer sees it. What is per token is [answer]; where nothing is learnt it means nothing.
-
-    Frozen models have their say first, then come the advantages, until when they are no numbers.
-    """
-
-    sample: Sample
-    advantages: NDArray[np.float32]
-    score: Score | None = None
-    step: int = 0
-    place: int = 0  # among the samples of its step
-    step_size: int = 0  # how many of its step are learnt from
-    reference_log_probs: NDArray[np.float32] | None = None
-    values: NDArray[np.float32] | None = None  # what the critic expected before each token
-    returns: NDArray[np.float32] | None = None  # what it should have
-
-    @property
-    def id(self) -> str:
-        """Its own in a run."""
-        return f"{self.step}/{self.place}"
-
-    @property
-    def ages(self) -> NDArray[np.int32]:
-        """[answer], by how many updates the weights that learn from a token are newer than those that wrote it."""
-        return self.step - 1 - self.sample.versions
-
-    def __post_init__(self) -> None:
-        for name in ("advantages", "reference_log_probs", "values", "returns"):
-            array = getattr(self, name)
-            if array is not None and len(array) != len(self.sample.token_ids):
-                raise ValueError(f"sample of prompt {self.sample.prompt.id}: {name} and tokens differ in number")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TrainingSample, tuple(getattr(self, name) for name in self.__slots__)

@@ -23,7 +23,7 @@ from practicum.controller import (
     Worker,
     WorkerGroup,
 )
-from practicum.controller.loop import driver_loop, run_sync
+from practicum.controller.loop import driver_loop, iterate, run_sync
 from practicum.errors import CallError, ConfigError, DeadlineError, WorkerDied, WorkerError
 
 NUM_RANKS = 2
@@ -394,3 +394,28 @@ def test_the_worker_of_an_attached_driver_has_its_own_order(mortals: WorkerGroup
             handle, _ = sender.send(0, ".double", [])
             with pytest.raises(WorkerError, match="missing 1 required positional argument"):
                 sender.collect([handle], [0], "a call", time.monotonic() + 30)
+
+
+def test_an_async_generator_is_iterated_over_and_closed_with_its_iterator() -> None:
+    ended = []
+
+    async def numbers(fails: bool) -> AsyncIterator[int]:
+        try:
+            yield 1
+            if fails:
+                raise ConfigError("no more")
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.1)
+            ended.append(fails)
+
+    with pytest.raises(ConfigError, match="no more"):
+        list(iterate(numbers(fails=True)))  # type: ignore[arg-type]
+    iterator: Any = iterate(numbers(fails=False))  # type: ignore[arg-type]
+    assert next(iterator) == 1
+    iterator.close()
+    main_thread = threading.get_ident()
+    threading.Timer(0.3, lambda: signal.pthread_kill(main_thread, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        list(iterate(numbers(fails=False)))  # type: ignore[arg-type]
+    assert ended == [True, False, False]

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from practicum.processes.child import NOBODY, Blackboard, Watched, described
+from practicum.processes.child import NOBODY, SharedNumber, Watched, described
 from practicum.processes.work import Unpacker, packed, receive
 
 
 @pytest.fixture
-def board_fd() -> int:
-    fd = os.memfd_create("board")
+def current_fd() -> int:
+    fd = os.memfd_create("current")
     os.ftruncate(fd, os.sysconf("SC_PAGESIZE"))
     return fd
 
 
-def test_what_is_written_can_be_read_elsewhere(board_fd: int) -> None:
-    one, other = Blackboard(board_fd), Blackboard(board_fd)
-    os.close(board_fd)
+def test_what_is_written_can_be_read_elsewhere(current_fd: int) -> None:
+    one, other = SharedNumber(current_fd), SharedNumber(current_fd)
+    os.close(current_fd)
     assert other.read() == NOBODY
     one.write(1 << 40)
     assert other.read() == 1 << 40
@@ -30,38 +30,38 @@ def test_what_is_written_can_be_read_elsewhere(board_fd: int) -> None:
     assert other.read() == 1 << 40
 
 
-def test_each_step_of_a_coroutine_says_whose_it_is(board_fd: int) -> None:
-    board = Blackboard(board_fd)
+def test_each_step_of_a_coroutine_says_whose_it_is(current_fd: int) -> None:
+    current = SharedNumber(current_fd)
     seen: list[int] = []
 
     async def look() -> str:
         for _ in range(3):
-            seen.append(board.read())
+            seen.append(current.read())
             await asyncio.sleep(0)
         return "done"
 
     async def both() -> list[str]:
-        tasks = [asyncio.create_task(Watched(look(), number, board)) for number in (7, 8)]
+        tasks = [asyncio.create_task(Watched(look(), number, current)) for number in (7, 8)]
         await asyncio.sleep(0)
-        seen.append(board.read())
+        seen.append(current.read())
         return await asyncio.gather(*tasks)
 
     assert asyncio.run(both()) == ["done", "done"]
     assert seen[:3] == [7, 8, NOBODY]
     assert seen.count(7) == seen.count(8) == 3
-    os.close(board_fd)
+    os.close(current_fd)
 
 
-def test_leaving_the_process_is_a_failure_of_the_coroutine_not_of_the_loop(board_fd: int) -> None:
+def test_leaving_the_process_is_a_failure_of_the_coroutine_not_of_the_loop(current_fd: int) -> None:
     async def leave() -> None:
         sys.exit(4)
 
     async def main() -> None:
         with pytest.raises(RuntimeError, match="SystemExit: 4"):
-            await asyncio.create_task(Watched(leave(), 1, Blackboard(board_fd)))
+            await asyncio.create_task(Watched(leave(), 1, SharedNumber(current_fd)))
 
     asyncio.run(main())
-    os.close(board_fd)
+    os.close(current_fd)
 
 
 def test_errors_are_described_with_or_without_words() -> None:
@@ -71,7 +71,7 @@ def test_errors_are_described_with_or_without_words() -> None:
 
 SERVE = """
 import os, socket, sys, resource
-from practicum.processes.child import Blackboard, serve
+from practicum.processes.child import SharedNumber, serve
 from practicum.processes.work import Limits
 
 def run(job):
@@ -81,9 +81,9 @@ def run(job):
         return len(bytearray(200 << 20))
     return job * 2
 
-fd = os.memfd_create("board")
+fd = os.memfd_create("current")
 os.ftruncate(fd, 4096)
-serve(socket.socket(fileno=int(sys.argv[1])), Blackboard(fd), run, Limits(100 << 20))
+serve(socket.socket(fileno=int(sys.argv[1])), SharedNumber(fd), run, Limits(100 << 20))
 """
 
 

@@ -6,7 +6,7 @@ import signal
 import socket
 from typing import Any
 
-from practicum.processes.link import Line, ServerLink
+from practicum.processes.link import Channel, ForkServerClient
 from practicum.processes.work import Limits, Unpacker, packed
 from tests.processes.works import Tricks
 
@@ -22,8 +22,8 @@ def test_a_line_carries_messages_of_any_size_both_ways_and_tells_its_end_once() 
             ends.append("over")
             ended.set()
 
-        one = Line(here, heard[0].append, lambda: ends.append("closed by itself"))
-        other = Line(there, heard[1].append, over)
+        one = Channel(here, heard[0].append, lambda: ends.append("closed by itself"))
+        other = Channel(there, heard[1].append, over)
         messages = [b"a", b"x" * (5 << 20), b"b"]  # far more than the socket holds
         for message in messages:
             one.send(message)
@@ -46,15 +46,15 @@ def test_a_line_carries_messages_of_any_size_both_ways_and_tells_its_end_once() 
 def test_the_first_of_many_messages_are_there_before_the_last_is_sent() -> None:
     async def test() -> None:
         here, there = socket.socketpair()
-        line = Line(here, print, print)
+        channel = Channel(here, print, print)
         for _ in range(100):
-            line.send(b"x" * 100)
+            channel.send(b"x" * 100)
         there.setblocking(False)
         early = there.recv(1 << 20)  # without giving way to the loop
         assert len(packed(b"x" * 100)) < len(early) < 100 * len(packed(b"x" * 100))
         await asyncio.sleep(0)
         assert early + there.recv(1 << 20) == 100 * packed(b"x" * 100)
-        line.close()
+        channel.close()
         there.close()
 
     asyncio.run(test())
@@ -64,10 +64,10 @@ def test_sending_to_an_end_that_is_gone_is_found_out_by_the_reader() -> None:
     async def test() -> None:
         here, there = socket.socketpair()
         ended = asyncio.Event()
-        line = Line(here, print, ended.set)
+        channel = Channel(here, print, ended.set)
         there.close()
-        line.send_with_fds(("fork",), [0])
-        line.send(b"x")
+        channel.send_with_fds(("fork",), [0])
+        channel.send(b"x")
         async with asyncio.timeout(10):
             await ended.wait()
 
@@ -77,16 +77,16 @@ def test_sending_to_an_end_that_is_gone_is_found_out_by_the_reader() -> None:
 def test_file_descriptors_travel_with_a_message() -> None:
     async def test() -> None:
         here, there = socket.socketpair()
-        line = Line(here, print, print)
+        channel = Channel(here, print, print)
         read, write = os.pipe()
-        line.send_with_fds(("fork",), [write])
+        channel.send_with_fds(("fork",), [write])
         data, fds, _, _ = socket.recv_fds(there, 1000, 4)
         assert Unpacker().feed(data) == [("fork",)]
         os.write(fds[0], b"hello")
         assert os.read(read, 5) == b"hello"
         for fd in (read, write, *fds):
             os.close(fd)
-        line.close()
+        channel.close()
         there.close()
 
     asyncio.run(test())
@@ -95,7 +95,7 @@ def test_file_descriptors_travel_with_a_message() -> None:
 def test_a_server_that_is_lost_is_told_and_can_be_started_again() -> None:
     async def test() -> None:
         lost: asyncio.Queue[int] = asyncio.Queue()
-        link = ServerLink(Tricks(), Limits(128 << 20), 20.0, lambda message: None, lost.put_nowait)
+        link = ForkServerClient(Tricks(), Limits(128 << 20), 20.0, lambda message: None, lost.put_nowait)
         async with asyncio.timeout(30):
             await link.start()
             first = link._process

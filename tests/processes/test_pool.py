@@ -48,7 +48,7 @@ async def pool_of(work: Work, size: int = 1, memory_mb: int = 256, capacity: int
 
 
 def server_of(pool: ProcessPool) -> psutil.Process:
-    process = pool._link._process
+    process = pool._server._process
     assert process is not None
     return psutil.Process(process.pid)
 
@@ -251,13 +251,13 @@ def test_a_fork_server_that_dies_again_and_again_is_given_up_and_says_so() -> No
         async with pool_of(Tricks()) as pool:
             job = asyncio.create_task(outcome(pool, "hang", timeout_s=60.0))
             while not job.done():
-                if pool._link.is_up:
+                if pool._server.is_up:
                     os.kill(server_of(pool).pid, signal.SIGKILL)
                 await asyncio.sleep(0.01)
             kind, reason = await job
             assert kind == "lost" and "the process that starts" in reason and "from outside" not in reason
             while pool._broken is None:
-                if pool._link.is_up:
+                if pool._server.is_up:
                     os.kill(server_of(pool).pid, signal.SIGKILL)
                 await asyncio.sleep(0.01)
             # Later jobs do not wait for ever.

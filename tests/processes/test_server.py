@@ -45,11 +45,11 @@ class Server:
     def fork(self) -> tuple[socket.socket, int]:
         ours, theirs = socket.socketpair()
         ours.settimeout(20)
-        board = os.memfd_create("board")
-        os.ftruncate(board, os.sysconf("SC_PAGESIZE"))
-        socket.send_fds(self.connection, [packed(("fork",))], [theirs.fileno(), board])
+        current = os.memfd_create("current")
+        os.ftruncate(current, os.sysconf("SC_PAGESIZE"))
+        socket.send_fds(self.connection, [packed(("fork",))], [theirs.fileno(), current])
         theirs.close()
-        os.close(board)
+        os.close(current)
         what, pid = self.hear()
         assert what == "forked"
         assert receive(ours, Unpacker()) == [(NOBODY, True, None, False)]  # it is up

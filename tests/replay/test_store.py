@@ -122,7 +122,7 @@ def test_the_recording_of_another_model_is_refused_and_both_are_named(
     path = write(tmp_path / "routes", make_batch(1, 2))
     before = path.read_bytes()
     other = replace(HEADER, **change)  # type: ignore[arg-type]
-    with pytest.raises(ReplayError, match=f"routes cannot be gone on with: it was made with {complaint}"):
+    with pytest.raises(ReplayError, match=f"routes cannot be continued: it was made with {complaint}"):
         RouteWriter(path, other)
     with Recording(path) as recording:
         recording.check(replace(HEADER, rank=1, num_ranks=4, made={}))

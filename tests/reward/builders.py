@@ -82,7 +82,7 @@ def graded_by_worker(config: dict[str, Any], samples: Sequence[Sample], **settin
             await worker.start()
             results.extend(await graded_by(worker, samples))
         finally:
-            await worker.stop()
+            await worker.close()
 
     run(grade)
     return results

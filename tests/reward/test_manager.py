@@ -43,10 +43,11 @@ async def open_manager(
     packed = RayClassWithInitArgs(RewardLoopWorker, reward_settings(config, timeout_s=timeout_s, num_processes=2))
     workers = LocalWorkerGroup(packed, name="graders", world_size=2)
     try:
-        async with RewardLoopManager(workers, GradingPolicy(**policy), on_progress=on_progress) as manager:
-            yield manager
+        manager = RewardLoopManager(workers, GradingPolicy(**policy), on_progress=on_progress)
+        await manager.start()
+        yield manager
     finally:
-        workers.shutdown()
+        await asyncio.to_thread(workers.shutdown)
 
 
 def grade(config: dict[str, Any], groups: Sequence[PromptGroup], **settings: Any) -> tuple[list[Score], GradingReport]:
@@ -569,15 +570,16 @@ def test_a_worker_killed_in_the_middle_costs_no_score(two_processes: Controller,
     packed = RayClassWithInitArgs(RewardLoopWorker, worker_settings)
 
     async def test(workers: Any) -> None:
-        async with RewardLoopManager(workers, GradingPolicy(max_failure_share=0.0)) as manager:
-            servers = fork_servers()
-            assert len(servers) >= 2
-            for num_restarts in (1, 0):
-                groups = groups_for(*map(str, range(40)), file=str(tmp_path / "once"))
-                report = await manager.grade(groups)
-                assert values(scores_of(groups)) == [float(i) for i in range(40)]
-                assert report.num_restarts == num_restarts
-            assert not psutil.wait_procs(servers, timeout=10)[1]  # those of the group started anew are others
+        manager = RewardLoopManager(workers, GradingPolicy(max_failure_share=0.0))
+        await manager.start()
+        servers = fork_servers()
+        assert len(servers) >= 2
+        for num_restarts in (1, 0):
+            groups = groups_for(*map(str, range(40)), file=str(tmp_path / "once"))
+            report = await manager.grade(groups)
+            assert values(scores_of(groups)) == [float(i) for i in range(40)]
+            assert report.num_restarts == num_restarts
+        assert not psutil.wait_procs(servers, timeout=10)[1]  # those of the group started anew are others
 
     with two_processes.group(packed, name="mortal graders") as group:
         run(lambda: test(group))
@@ -589,15 +591,15 @@ def test_a_round_that_is_left_stops_what_workers_on_ray_began(two_processes: Con
     file.touch()
 
     async def test(workers: Any) -> None:
-        async with RewardLoopManager(workers) as manager:
-            with pytest.raises(KeyError):
-                async with manager.round() as grading:
-                    grading.add(groups_for(*["60"] * 12, file=str(file)))
-                    await until(lambda: len(file.read_text().split()) == 4, "all processes have begun")
-                    raise KeyError("somewhere else")
-            groups = groups_for("0", "0", file=str(file))
-            await manager.grade(groups)
-            assert values(scores_of(groups)) == [1.0, 1.0]
+        manager = RewardLoopManager(workers)
+        with pytest.raises(KeyError):
+            async with manager.round() as grading:
+                grading.add(groups_for(*["60"] * 12, file=str(file)))
+                await until(lambda: len(file.read_text().split()) == 4, "all processes have begun")
+                raise KeyError("somewhere else")
+        groups = groups_for("0", "0", file=str(file))
+        await manager.grade(groups)
+        assert values(scores_of(groups)) == [1.0, 1.0]
         assert len(file.read_text().split()) == 6
 
     with two_processes.group(packed, name="graders that are left") as group:

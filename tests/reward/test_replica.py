@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,9 +76,9 @@ def test_the_life_of_a_placed_replica(classifier_folder: Path) -> None:
             assert first is not None
             assert await replica.is_well()  # asleep as it is
             await replica.wake_up()
-            assert ask(first, "/health", method="GET")[1] == {"status": "awake"}
+            assert (await asyncio.to_thread(ask, first, "/health", method="GET"))[1] == {"status": "awake"}
             await replica.sleep()
-            assert ask(first, "/health", method="GET")[1] == {"status": "asleep"}
+            assert (await asyncio.to_thread(ask, first, "/health", method="GET"))[1] == {"status": "asleep"}
             await replica.end()
             assert (replica.url, await replica.is_well(), await replica.memory()) == (None, False, None)
             await replica.restart()

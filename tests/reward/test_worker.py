@@ -31,7 +31,7 @@ async def open_worker(config: dict[str, Any], **settings: Any) -> AsyncIterator[
     try:
         yield worker
     finally:
-        await worker.stop()
+        await worker.close()
 
 
 def run_with(config: dict[str, Any], test: Callable[[RewardLoopWorker], Awaitable[None]], **settings: Any) -> None:
@@ -242,7 +242,7 @@ def test_a_key_that_is_missing_is_told_at_the_start_and_its_processes_end(monkey
     assert set(psutil.Process().children()) <= before
 
 
-def test_stopping_ends_all_processes_also_in_the_middle() -> None:
+def test_closing_ends_all_processes_also_in_the_middle() -> None:
     async def test(worker: RewardLoopWorker) -> None:
         before = set(psutil.Process().children(recursive=True))
         assert values(await graded_by(worker, samples_of("0", "0", "0"))) == [2.0] * 3
@@ -250,8 +250,8 @@ def test_stopping_ends_all_processes_also_in_the_middle() -> None:
         await anext(stream)
         started = set(psutil.Process().children(recursive=True)) - before
         assert len(started) >= 5  # two servers, two processes and one for coroutines
-        await worker.stop()
-        await worker.stop()
+        await worker.close()
+        await worker.close()
         assert not psutil.wait_procs(started, timeout=10)[1]
         await stream.aclose()
 

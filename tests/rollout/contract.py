@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from practicum.controller.loop import run_sync
 from practicum.errors import RolloutError
 from practicum.models import load_model
 from practicum.rollout.base import BaseRollout
@@ -31,7 +32,7 @@ CLOSE = 2e-5
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(coroutine)
+    return run_sync(coroutine)
 
 
 def group_of(tokenizer: Any, text: str, params: SamplingParams, seed: int = 0) -> PromptGroup:

@@ -32,7 +32,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeServer:
     dialect: str = "vllm"  # vllm | practicum | plain: refuses what it does not know | texts: ignores it
     log_probs: str = "tempered"  # raw | tempered | processed

@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+import practicum.rollout
 from practicum.config import RolloutConfig
+from practicum.controller.loop import run_sync
 from practicum.errors import PracticumError, RolloutError
 from practicum.rollout.engines import ENGINES, EngineSettings, make_engine
 from practicum.rollout.hf import HFRollout
 from practicum.rollout.native import NativeRollout
+from practicum.types import Prompt, PromptGroup, SamplingParams
 from tests.rollout.contract import run
 
 
@@ -54,3 +60,30 @@ def test_settings_are_those_of_the_section(tiny_model: Path) -> None:
     settings = EngineSettings.of(config, "there", dtype="bfloat16")
     assert (settings.engine, settings.max_batch, settings.cache_gb) == ("native", 7, 0.5)
     assert (settings.model_path, settings.dtype) == ("there", "bfloat16")
+
+
+def test_the_package_gives_every_name_it_exports() -> None:
+    assert {getattr(practicum.rollout, name).__name__ for name in practicum.rollout.__all__ if name != "ENGINES"} >= {
+        "BaseRollout", "HFRollout", "NativeRollout", "VllmRollout", "OpenAIRollout",
+        "RolloutReplica", "RolloutManager", "RolloutWorker", "check_tokenizer",
+    }  # fmt: skip
+    assert practicum.rollout.ENGINES is ENGINES
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        practicum.rollout.nothing  # noqa: B018
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    check = "import sys, practicum.rollout; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def test_the_packages_example(tiny_model: Path) -> None:
+    engine = practicum.rollout.NativeRollout(
+        str(tiny_model), device=torch.device("cpu"), dtype=torch.float32, max_batch=64
+    )
+    run_sync(engine.resume())
+    ids = np.array([5, 9, 2], np.int32)
+    group = PromptGroup("q1", Prompt("q1", text="1"), ids, SamplingParams(6, num_answers=8), seed=1)
+    assert engine.generate_all([group]) == [group] and group.is_finished
+    assert [len(trajectory.samples) for trajectory in group.trajectories] == [1] * 8
+    run_sync(engine.close())

@@ -106,7 +106,7 @@ def test_a_session_stays_with_its_worker_while_that_lives() -> None:
     async def run() -> None:
         one, other = ScriptedReplica(0, pace=2), ScriptedReplica(1, pace=2)
         async with manager_of(one, other, window=4) as manager:
-            for call in range(2):  # also from one call to the next
+            for _ in range(2):  # also from one call to the next
                 groups = groups_of(40)
                 for i, group in enumerate(groups):
                     group.session = f"talk-{i % 5}"

@@ -22,7 +22,17 @@ import inspect
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Container,
+    Coroutine,
+    Generator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Union, cast, overload
@@ -285,15 +295,27 @@ class WorkerGroup(ABC, Generic[W]):
     def scatter(self, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         return self.scatter_async(method, batch, *args, **kwargs).result()
 
+    @overload
     def scatter_with_async(
         self,
         split: Callable[[B, int], Sequence[S]],
         gather: Callable[[list[R]], Out],
-        method: CoroOn[W, S, P, R] | MethodOn[W, S, P, R],
+        method: CoroOn[W, S, P, R],
         batch: Batch[B],
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> GroupFuture[Out]:
+    ) -> GroupFuture[Out]: ...
+    @overload
+    def scatter_with_async(
+        self,
+        split: Callable[[B, int], Sequence[S]],
+        gather: Callable[[list[R]], Out],
+        method: MethodOn[W, S, P, R],
+        batch: Batch[B],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> GroupFuture[Out]: ...
+    def scatter_with_async(self, split: Any, gather: Any, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """`split` cuts the batch into as many shares as it is told, `gather` makes one reply of many."""
         num_shards = self._mesh.data
         shares = batch.shares(num_shards, split) if isinstance(batch, GroupFuture) else split(batch, num_shards)
@@ -302,15 +324,27 @@ class WorkerGroup(ABC, Generic[W]):
             raise CallError(f"group {self.name!r}: the split made {len(own)} shares where {num_shards} were asked for")
         return self._start(self._call(method, args, kwargs, own=own), gather)
 
+    @overload
     def scatter_with(
         self,
         split: Callable[[B, int], Sequence[S]],
         gather: Callable[[list[R]], Out],
-        method: CoroOn[W, S, P, R] | MethodOn[W, S, P, R],
+        method: CoroOn[W, S, P, R],
         batch: Batch[B],
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> Out:
+    ) -> Out: ...
+    @overload
+    def scatter_with(
+        self,
+        split: Callable[[B, int], Sequence[S]],
+        gather: Callable[[list[R]], Out],
+        method: MethodOn[W, S, P, R],
+        batch: Batch[B],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Out: ...
+    def scatter_with(self, split: Any, gather: Any, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         return self.scatter_with_async(split, gather, method, batch, *args, **kwargs).result()
 
     def stream(
@@ -365,7 +399,7 @@ class WorkerGroup(ABC, Generic[W]):
         """End the workers. Safe to call twice."""
 
     @abstractmethod
-    def _send(self, call: Call, ranks: Sequence[int], answering: Sequence[int], deadline: float) -> Replies:
+    def _send(self, call: Call, ranks: Sequence[int], answering: Container[int], deadline: float) -> Replies:
         """Start a call on some ranks; those that answer send a reply. Nothing is sent if anything cannot be."""
 
     @abstractmethod
@@ -376,7 +410,7 @@ class WorkerGroup(ABC, Generic[W]):
         deadline = time.monotonic() + self._timeout_s
         ranks = only_on or range(self.world_size)
         answering = only_on or self._mesh.answering_ranks()
-        replies = self._send(call, ranks, answering, deadline)
+        replies = self._send(call, ranks, set(answering), deadline)
         return GroupFuture(replies, [ranks.index(rank) for rank in answering], gather)
 
     def _checked(self, rank: int) -> int:

@@ -20,10 +20,10 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from practicum.controller.loop import run_or_begin, running_loop
+from practicum.controller.loop import running_loop
 from practicum.controller.stacks import StackAddress, serve_stacks
 from practicum.controller.wire import Payload, unpack, unpack_arguments
-from practicum.controller.worker import FusedWorker, RayClassWithInitArgs, Worker, WorkerContext, roles_of
+from practicum.controller.worker import FusedWorker, RayClassWithInitArgs, Worker, WorkerContext, close_worker, roles_of
 from practicum.errors import WorkerError
 
 # A small error comes along with the answer and is noticed at once; a large one would have to be fetched first.
@@ -64,12 +64,10 @@ class WorkerHost:
                 raise TypeError(f"a {type(reply).__name__} cannot be an answer: return a list")
         return reply if head.wants_reply else None
 
-    def close(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """`loop` is where the worker's coroutines have run."""
+    def close(self) -> None:
         worker, self._worker = self._worker, None
-        closing = None if worker is None else worker.close()
-        if closing is not None:
-            run_or_begin(closing, loop)
+        if worker is not None:
+            close_worker(worker)
 
     def method(self, head: CallHead) -> tuple[str, Callable[..., Any]]:
         assert self._worker is not None, "call before build"
@@ -159,8 +157,8 @@ class RayHost(WorkerHost):
         return self.call(head, *unpack_arguments(shared, own, *replies))
 
 
-Turn = tuple[str, int]
-"""Who calls, and its how-manieth call this is. Ray does not keep calls to an async actor in order: the host does."""
+CallId = tuple[str, int]
+"""The caller, and the number of its call. Ray does not keep calls to an async actor in order: the host does."""
 
 
 class AsyncRayHost(RayHost):
@@ -171,39 +169,39 @@ class AsyncRayHost(RayHost):
         self.device_thread = Worker.device_thread = ThreadPoolExecutor(1, "practicum-device")
         self.device_lock = asyncio.Lock()  # first come, first served
         self._next: Counter[str] = Counter()  # of each caller
-        self._early: dict[Turn, asyncio.Future[None]] = {}  # calls that came before others that were sent before them
-        self._running: dict[Turn, asyncio.Task[Any]] = {}
+        self._early: dict[CallId, asyncio.Future[None]] = {}  # calls that came before others that were sent before them
+        self._running: dict[CallId, asyncio.Task[Any]] = {}
 
     async def build_packed(self, packed: Payload, context: WorkerContext) -> None:  # type: ignore[override]
         await asyncio.get_running_loop().run_in_executor(self.device_thread, super().build_packed, packed, context)
 
-    async def take(self, turn: Turn) -> None:
+    async def in_order(self, call_id: CallId) -> None:
         """Wait until all calls that this caller has sent before have been taken up."""
-        caller, number = turn
+        caller, number = call_id
         if number != self._next[caller]:
-            self._early[turn] = asyncio.get_running_loop().create_future()
-            await self._early[turn]
+            self._early[call_id] = asyncio.get_running_loop().create_future()
+            await self._early[call_id]
         self._next[caller] += 1
         follower = self._early.pop((caller, number + 1), None)
         if follower is not None:
             follower.set_result(None)
 
-    def begin(self, turn: Turn, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def begin(self, call_id: CallId, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a call in a task of its own, which can be cancelled wherever it is."""
-        task = self._running[turn] = asyncio.ensure_future(coroutine)
+        task = self._running[call_id] = asyncio.ensure_future(coroutine)
         return task
 
-    async def end(self, turn: Turn, task: asyncio.Task[Any], head: CallHead) -> Any:
+    async def end(self, call_id: CallId, task: asyncio.Task[Any], head: CallHead) -> Any:
         await asyncio.wait([task])
-        was_cancelled = self._running.pop(turn, None) is None
+        was_cancelled = self._running.pop(call_id, None) is None
         if not task.cancelled():
             return task.result()
         if not was_cancelled:
             raise self.failure(RuntimeError("it was cancelled by something on the worker"), head.method)
 
-    async def cancel(self, turn: Turn, calls: Sequence[Turn]) -> None:
+    async def cancel(self, call_id: CallId, calls: Sequence[CallId]) -> None:
         """Cancel coroutines or generators, for which nobody waits any longer, and return when they have ended."""
-        await self.take(turn)
+        await self.in_order(call_id)
         for task in [self._running.pop(call) for call in calls if call in self._running]:
             task.cancel()
             await asyncio.wait([task])
@@ -250,7 +248,7 @@ def _methods(packed: RayClassWithInitArgs[Any]) -> list[tuple[str | None, str, C
 
 
 # Each gets `shared`, the arguments for all ranks, `own`, the first one where each rank has its own, and `replies` of
-# other workers for the slots among them; an async host gets all of them as a list, behind the turn of the call.
+# other workers for the slots among them; an async host gets all of them as a list, after the id of the call.
 
 
 def _serving(head: CallHead, _: Callable[..., Any]) -> Callable[..., Any]:
@@ -261,21 +259,23 @@ def _serving(head: CallHead, _: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _serving_async(head: CallHead, method: Callable[..., Any]) -> Callable[..., Any]:
-    async def serve_plain(host: AsyncRayHost, turn: Turn, packed: Sequence[Any] = ()) -> Any:
-        await host.take(turn)
+    async def serve_plain(host: AsyncRayHost, call_id: CallId, packed: Sequence[Any] = ()) -> Any:
+        await host.in_order(call_id)
         async with host.device_lock:
             arguments = await _fetched(packed)
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(host.device_thread, host.call_packed, head, *arguments)
 
-    async def serve_coroutine(host: AsyncRayHost, turn: Turn, packed: Sequence[Any] = ()) -> Any:
+    async def serve_coroutine(host: AsyncRayHost, call_id: CallId, packed: Sequence[Any] = ()) -> Any:
         async def run() -> Any:
             return await call_awaited(host, head, *unpack_arguments(*(await _fetched(packed))))
 
-        await host.take(turn)
-        return await host.end(turn, host.begin(turn, run()), head)
+        await host.in_order(call_id)
+        return await host.end(call_id, host.begin(call_id, run()), head)
 
-    async def serve_stream(host: AsyncRayHost, turn: Turn, packed: Sequence[Any] = ()) -> AsyncGenerator[Any, None]:
+    async def serve_stream(
+        host: AsyncRayHost, call_id: CallId, packed: Sequence[Any] = ()
+    ) -> AsyncGenerator[Any, None]:
         items: asyncio.Queue[Any] = asyncio.Queue()
         end = object()
 
@@ -287,11 +287,11 @@ def _serving_async(head: CallHead, method: Callable[..., Any]) -> Callable[..., 
             finally:
                 items.put_nowait(end)
 
-        await host.take(turn)
-        task = host.begin(turn, run())
+        await host.in_order(call_id)
+        task = host.begin(call_id, run())
         while (item := await items.get()) is not end:
             yield item
-        await host.end(turn, task, head)
+        await host.end(call_id, task, head)
 
     if inspect.isasyncgenfunction(method):
         return serve_stream

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Container, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -46,8 +46,7 @@ class LocalWorkerGroup(WorkerGroup[W]):
         super().__init__(name or packed.cls.__name__, packed, world_size, timeout_s, meshes or {})
         self._packed = packed
         self._hosts: list[WorkerHost] = []
-        self._loop: asyncio.AbstractEventLoop | None = None  # on which the workers' coroutines have run
-        self._turn = threading.RLock()  # a worker is in one call at a time; it may call its own group
+        self._lock = threading.RLock()  # a worker is in one call at a time; it may call its own group
         self._build()
 
     def restart(self) -> None:
@@ -57,7 +56,7 @@ class LocalWorkerGroup(WorkerGroup[W]):
     def shutdown(self) -> None:
         with ExitStack() as stack:  # all are closed, even if one raises
             for host in self._hosts:
-                stack.callback(host.close, self._loop)
+                stack.callback(host.close)
             self._hosts.clear()  # in place: views share the list
 
     def stacks(self) -> dict[int, str]:
@@ -87,13 +86,13 @@ class LocalWorkerGroup(WorkerGroup[W]):
             raise
         self._hosts.extend(built)
 
-    def _send(self, call: Call, ranks: Sequence[int], answering: Sequence[int], deadline: float) -> Replies:
+    def _send(self, call: Call, ranks: Sequence[int], answering: Container[int], deadline: float) -> Replies:
         self._check_open(ranks)
         heads = [CallHead(call.role, call.method, rank in answering) for rank in ranks]
         if call.is_awaited or any(isinstance(handle, asyncio.Task) for f in call.upstream for handle in f.handles):
             answers = [self._answer(call, rank, head) for rank, head in zip(ranks, heads, strict=True)]
             return self._begun(call, answers, deadline)
-        with self._turn:
+        with self._lock:
             outcomes = self._run(call, ranks, heads)
 
         def values(until: float) -> list[Any]:
@@ -124,7 +123,7 @@ class LocalWorkerGroup(WorkerGroup[W]):
             return [task.result().value() for task in tasks]
 
         here = running_loop()
-        loop = self._loop = here or driver_loop()
+        loop = here or driver_loop()
         tasks = [here.create_task(answer) for answer in answers] if here else run_sync(begin(), loop)
         return Replies(tasks, deadline, call.upstream, lambda until: run_sync(arrive(until), loop), arrive)
 
@@ -147,14 +146,13 @@ class LocalWorkerGroup(WorkerGroup[W]):
             arguments = self._arguments(call, rank, {future: await future for future in call.upstream})
             if call.is_awaited:
                 return _Outcome(await call_awaited(host, head, *arguments))
-            with self._turn:
+            with self._lock:
                 return _Outcome(host.call(head, *arguments))
         except WorkerError as error:
             return _Outcome(error=error)
 
     async def _stream(self, call: Call, rank: int) -> AsyncGenerator[Any, None]:
         self._check_open([rank])
-        self._loop = asyncio.get_running_loop()
         arguments = self._arguments(call, rank, {future: await future for future in call.upstream})
         async with aclosing(stream(self._hosts[rank], CallHead(call.role, call.method), *arguments)) as items:
             async for item in items:

@@ -67,9 +67,11 @@ def iterate(items: AsyncGenerator[R, None]) -> Iterator[R]:
     All of it runs in one task, so that it may hold time-outs and task groups from one item to the next. It computes an
     item when that is asked for. Closing the iterator, or an interrupt while it waits, closes the generator.
     """
+    tasks: list[asyncio.Task[Any] | None] = []
     asked: asyncio.Queue[concurrent.futures.Future[R] | None] = asyncio.Queue()
 
     async def serve() -> None:
+        tasks.append(asyncio.current_task())
         async with aclosing(items):
             while (reply := await asked.get()) is not None:
                 try:
@@ -99,24 +101,22 @@ def iterate(items: AsyncGenerator[R, None]) -> Iterator[R]:
         loop.call_soon_threadsafe(asked.put_nowait, None)
         raise
     except BaseException:
-        serving.cancel()
+        # The task, not `serving`: that would be done at once, before the generator has ended.
+        loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks if task is not None])
         raise
     finally:
         concurrent.futures.wait([serving])
 
 
-def run_or_begin(coroutine: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop | None = None) -> None:
-    """Run a coroutine as `run_sync` does; on the loop itself, which cannot wait, begin it.
-
-    A loop that no longer runs is replaced by the driver's.
-    """
-    loop = loop if loop is not None and loop.is_running() else driver_loop()
-    if running_loop() is loop:
+def run_or_begin(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine as `run_sync` does; on an event loop, which cannot wait for it, begin it."""
+    loop = running_loop()
+    if loop is None:
+        run_sync(coroutine)
+    else:
         task = loop.create_task(coroutine)
         _begun.add(task)  # a loop alone does not keep its tasks
         task.add_done_callback(_begun.discard)
-    else:
-        run_sync(coroutine, loop)
 
 
 def _forget_loop() -> None:

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,23 +110,23 @@ class RayWorkerGroup(WorkerGroup[W]):
             raise WorkerDied(f"group {self.name!r} has {why}", group=self.name, ranks=range(self.world_size))
         return workers
 
-    def _send(self, call: Call, ranks: Sequence[int], answering: Sequence[int], deadline: float) -> Replies:
+    def _send(self, call: Call, ranks: Sequence[int], answering: Container[int], deadline: float) -> Replies:
         workers = self._workers()
         arguments = self._packed(call, workers, len(ranks))
-        answers = set(answering)
-        handles, turns = [], []
+        with_reply, without = _host_methods(call)
+        handles, call_ids = [], []
         with self._running.send_lock:
             for rank in ranks:
-                handle, turn = workers.send(rank, _host_method(call, rank in answers), arguments(rank))
+                handle, call_id = workers.send(rank, with_reply if rank in answering else without, arguments(rank))
                 handles.append(handle)
-                turns.append(turn)
+                call_ids.append(call_id)
 
         async def arrive(until: float) -> list[Any]:
             try:
                 return await workers.arrive(handles, ranks, call.what, until)
             except asyncio.CancelledError:
                 if call.is_awaited:
-                    await self._cancel(workers, ranks, turns, call.what)
+                    await self._cancel(workers, ranks, call_ids, call.what)
                 raise
 
         collect = functools.partial(workers.collect, handles, ranks, call.what)
@@ -136,7 +136,7 @@ class RayWorkerGroup(WorkerGroup[W]):
         workers = self._workers()
         arguments = self._packed(call, workers, 1)(rank)
         with self._running.send_lock:
-            items, turn = workers.send(rank, _host_method(call, True), arguments)
+            items, call_id = workers.send(rank, _host_methods(call)[0], arguments)
         has_ended = False
         try:
             while True:
@@ -152,19 +152,21 @@ class RayWorkerGroup(WorkerGroup[W]):
                 yield reply
         finally:
             if not has_ended:
-                await self._cancel(workers, [rank], [turn], call.what)
+                await self._cancel(workers, [rank], [call_id], call.what)
 
-    async def _cancel(self, workers: WorkerSet, ranks: Sequence[int], turns: Sequence[Any], what: str) -> None:
+    async def _cancel(self, workers: WorkerSet, ranks: Sequence[int], call_ids: Sequence[Any], what: str) -> None:
         """Cancel calls of coroutines, and return when they have ended."""
         with contextlib.suppress(WorkerDied):  # whoever is gone runs no coroutines
             with self._running.send_lock:
-                handles = [workers.send(rank, "cancel", [turn])[0] for rank, turn in zip(ranks, turns, strict=True)]
+                handles = [
+                    workers.send(rank, "cancel", [call_id])[0] for rank, call_id in zip(ranks, call_ids, strict=True)
+                ]
             deadline = time.monotonic() + self._timeout_s
             await workers.arrive(handles, ranks, f"the end of {what}, cancelled", deadline)
 
     def _packed(self, call: Call, workers: WorkerSet, num_ranks: int) -> Callable[[int], Sequence[Any]]:
         """The arguments for each rank, packed: shared, own, and replies of other calls for the slots among them."""
-        if not hasattr(workers.hosts[0], _host_method(call, True)):
+        if not hasattr(workers.hosts[0], _host_methods(call)[0]):
             raise CallError(f"group {self.name!r}: its workers, started by another driver, have no {call.what}")
         refs: list[Any] = []
         args = [_in_slot(value, refs) for value in call.args]
@@ -201,10 +203,6 @@ def _parcel(payload: Payload, num_receivers: int) -> Any:
     return ray.put(payload) if num_receivers > 1 and num_bytes(payload) > INLINE_BYTES else payload
 
 
-def _host_method(call: Call, wants_reply: bool) -> str:
-    return _host_method_name(call.role, call.method, wants_reply)
-
-
-@functools.lru_cache(maxsize=4096)
-def _host_method_name(role: str | None, method: str, wants_reply: bool) -> str:
-    return CallHead(role, method, wants_reply).name
+def _host_methods(call: Call) -> tuple[str, str]:
+    """What the host calls the method that replies, and the one that does not."""
+    return CallHead(call.role, call.method).name, CallHead(call.role, call.method, wants_reply=False).name

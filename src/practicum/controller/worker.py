@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, ParamSpec, Self, TypeVar, cast
 
@@ -224,32 +224,19 @@ class FusedWorker(Worker):
                 # The mapping is shared, so that a role built early also sees the ones built after it.
                 self.roles[name] = packed.build(self.context, self.roles)
         except BaseException:
-            closing = self.close()
-            if closing is not None:
-                run_or_begin(closing)
+            self.close()
             raise
 
-    def close(self) -> Coroutine[Any, Any, None] | None:
-        coroutines: list[Coroutine[Any, Any, None]] = []
-
-        def close(worker: Worker) -> None:
-            closing = worker.close()
-            if closing is not None:
-                coroutines.append(closing)
-
+    def close(self) -> None:
         with ExitStack() as stack:  # all are closed, the last built first, even if one raises
             for worker in self.roles.values():
-                stack.callback(close, worker)
-        return _one_by_one(coroutines) if coroutines else None
+                stack.callback(close_worker, worker)
 
 
-async def _one_by_one(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
-    async def run(coroutine: Coroutine[Any, Any, None]) -> None:
-        await coroutine
-
-    async with AsyncExitStack() as stack:
-        for coroutine in reversed(coroutines):
-            stack.push_async_callback(run, coroutine)
+def close_worker(worker: Worker) -> None:
+    closing = worker.close()
+    if closing is not None:
+        run_or_begin(closing)
 
 
 def roles_of(packed: RayClassWithInitArgs[Any]) -> Mapping[str, RayClassWithInitArgs[Any]]:

@@ -39,7 +39,7 @@ from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _in
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from practicum.controller.cluster import cluster_id
-from practicum.controller.host import Location, Turn, host_class, is_async
+from practicum.controller.host import CallId, Location, host_class, is_async
 from practicum.controller.pool import Place, RayResourcePool
 from practicum.controller.stacks import fold_stacks, name_ranks, read_stacks
 from practicum.controller.wire import pack_arguments
@@ -227,26 +227,27 @@ class WorkerSet:
         """What the process of each rank is doing now."""
         return read_stacks({rank: location.stack for rank, location in enumerate(self.locations)})
 
-    def send(self, rank: int, method: str, arguments: Sequence[Any]) -> tuple[Any, Turn | None]:
+    def send(self, rank: int, method: str, arguments: Sequence[Any]) -> tuple[Any, CallId | None]:
         """Call a method of a host; `collect` and `arrive` take what comes back. With it comes, where hosts are async,
         by what `cancel` knows the call. Calls of two threads must not be sent to one rank at a time."""
         remote = getattr(self.hosts[rank], method).remote
         if not self.is_async:
             return remote(*arguments), None
-        turn = self._caller, self._num_sent[rank]
-        handle = remote(turn, arguments) if arguments else remote(turn)
+        call_id = self._caller, self._num_sent[rank]
+        handle = remote(call_id, arguments) if arguments else remote(call_id)
         self._num_sent[rank] += 1  # now that it is certain to arrive
-        return handle, turn
+        return handle, call_id
 
     def collect(self, refs: Sequence[Any], ranks: Sequence[int], what: str, deadline: float) -> list[Any]:
         """All replies in order. Ray gives up the wait at the first failure, whoever else is still busy."""
-        self._check_reachable(ranks, what)
+        if not self.is_reachable:
+            raise WorkerDied(f"group {self.plan.name!r}: its Ray has ended, and {what} with it", **self._of(ranks))
         try:
             return list(ray.get(list(refs), timeout=max(0.0, deadline - time.monotonic())))
         except GetTimeoutError:
-            unanswered = self._pending(refs)
-            if unanswered:
-                raise self.late([r for ref, r in zip(refs, ranks, strict=True) if ref in unanswered], what) from None
+            pending = set(ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)[1])
+            if pending:
+                raise self.late([r for ref, r in zip(refs, ranks, strict=True) if ref in pending], what) from None
         except RayError as error:
             raise self._first_failure(refs, ranks, what, error) from None
         try:  # they have come just now, or are on their way from other nodes
@@ -257,25 +258,18 @@ class WorkerSet:
             raise self._first_failure(refs, ranks, what, error) from None
 
     async def arrive(self, refs: Sequence[Any], ranks: Sequence[int], what: str, deadline: float) -> list[Any]:
-        """The same as `collect`, awaited."""
-        self._check_reachable(ranks, what)
-        replies = [asyncio.wrap_future(ref.future()) for ref in refs]
-        for reply in replies:
-            reply.add_done_callback(_heed)
-        left_s = max(0.0, deadline - time.monotonic())
-        await asyncio.wait(replies, timeout=left_s, return_when=asyncio.FIRST_EXCEPTION)
-        raised = [reply.exception() for reply in replies if reply.done()]
-        first = next((error for error in raised if isinstance(error, RayError)), None)
-        if first is not None:
-            await asyncio.wait(replies, timeout=_ECHO_S)
-            ended = [(rank, reply.exception()) for rank, reply in zip(ranks, replies, strict=True) if reply.done()]
-            raise self._named([(r, e) for r, e in ended if isinstance(e, RayError)], ranks, what, first) from None
-        late = [rank for rank, reply in zip(ranks, replies, strict=True) if not reply.done()]
-        if late and not self._pending(refs):  # as in `collect`
-            return await self.arrive(refs, ranks, what, time.monotonic() + _ARRIVAL_S)
-        if late:
-            raise await asyncio.to_thread(self.late, late, what)
-        return [reply.result() for reply in replies]
+        """The same as `collect`, awaited: what a failure or a deadline means is found out in another thread."""
+        if self.is_reachable:
+            replies = [asyncio.wrap_future(ref.future()) for ref in refs]
+            for reply in replies:
+                reply.add_done_callback(_heed)
+            left_s = max(0.0, deadline - time.monotonic())
+            await asyncio.wait(replies, timeout=left_s, return_when=asyncio.FIRST_EXCEPTION)
+            if all(reply.done() and reply.exception() is None for reply in replies):
+                return [reply.result() for reply in replies]
+            if any(reply.done() and reply.exception() for reply in replies):
+                deadline += _ECHO_S  # it was a failure, not the deadline, that ended the wait
+        return await asyncio.to_thread(self.collect, refs, ranks, what, deadline)
 
     def late(self, ranks: Sequence[int], what: str) -> WorkerError:
         """The error that a deadline has passed."""
@@ -286,13 +280,6 @@ class WorkerSet:
             stacks=stacks,
             **self._of(ranks),
         )
-
-    def _pending(self, refs: Sequence[Any]) -> set[Any]:
-        return set(ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)[1])
-
-    def _check_reachable(self, ranks: Sequence[int], what: str) -> None:
-        if not self.is_reachable:
-            raise WorkerDied(f"group {self.plan.name!r}: its Ray has ended, and {what} with it", **self._of(ranks))
 
     def _of(self, ranks: Sequence[int]) -> dict[str, Any]:
         """Who an error is about."""
@@ -308,21 +295,14 @@ class WorkerSet:
     def _first_failure(self, refs: Sequence[Any], ranks: Sequence[int], what: str, first: RayError) -> WorkerError:
         ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_ECHO_S, fetch_local=False)
         rank_of = dict(zip(refs, ranks, strict=True))
-        errors = []
+        failures = []
         for ref in ready:
             try:
                 ray.get(ref, timeout=_ARRIVAL_S)
             except RayError as error:
-                errors.append((rank_of[ref], error))
-        return self._named(errors, ranks, what, first)
-
-    def _named(
-        self, errors: Sequence[tuple[int, RayError]], ranks: Sequence[int], what: str, first: RayError
-    ) -> WorkerError:
-        """The error that tells of what Ray raised for some ranks; `first` came before all others."""
-        if not errors:  # what Ray could not fetch a moment ago it can now
+                failures.append(self._failure(error, rank_of[ref], what))
+        if not failures:  # what Ray could not fetch a moment ago it can now
             return WorkerError(f"group {self.plan.name!r}: {what} failed: {first}", **self._of(ranks))
-        failures = [self._failure(error, rank, what) for rank, error in errors]
         cause = getattr(first, "cause", None)
         came_first = cause.ranks if isinstance(cause, WorkerError) else ()
         # A death explains what others raise; of those who raised, the one that did so first explains the most.

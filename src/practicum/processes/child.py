@@ -30,7 +30,7 @@ _WORN_SHARE = 0.5
 _ENOUGH_BYTES = 1 << 10
 
 
-class Blackboard:
+class SharedNumber:
     """A number that another process can read, whatever happens to this one."""
 
     def __init__(self, fd: int) -> None:
@@ -47,8 +47,8 @@ class Blackboard:
         self._memory.close()
 
 
-def serve(connection: socket.socket, board: Blackboard, run: Callable[[Any], Any], limits: Limits) -> None:
-    """Until the pool closes the connection."""
+def serve(connection: socket.socket, current: SharedNumber, run: Callable[[Any], Any], limits: Limits) -> None:
+    """Run jobs until the pool closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends the pool
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most = _data_bytes() + limits.memory_bytes
@@ -57,21 +57,21 @@ def serve(connection: socket.socket, board: Blackboard, run: Callable[[Any], Any
     worn = _resident_bytes() + int(_WORN_SHARE * limits.memory_bytes)
     connection.sendall(packed((NOBODY, True, None, False)))  # here I am
     if inspect.iscoroutinefunction(run):
-        uvloop.run(_AsyncChild(connection, board, run).serve())
+        uvloop.run(_AsyncChild(connection, current, run).serve())
     else:
-        _one_by_one(connection, board, run, worn)
+        _one_by_one(connection, current, run, worn)
 
 
-def _one_by_one(connection: socket.socket, board: Blackboard, run: Callable[[Any], Any], worn: int) -> None:
+def _one_by_one(connection: socket.socket, current: SharedNumber, run: Callable[[Any], Any], worn: int) -> None:
     unpacker = Unpacker()
     home = os.getcwd()
     while (messages := receive(connection, unpacker)) is not None:
         for number, job in messages:
-            board.write(number)
+            current.write(number)
             reply = _outcome(number, lambda job=job: run(job))  # type: ignore[misc]
             spent = _is_spent(reply) or _resident_bytes() > worn
             connection.sendall(_sendable(reply, spent))
-            board.write(NOBODY)  # not before: if the job has closed the connection, that is its fault
+            current.write(NOBODY)  # not before: if the job has closed the connection, that is its fault
             if spent:
                 return
             os.chdir(home)  # wherever the job has gone
@@ -92,7 +92,7 @@ def _sendable(reply: tuple[int, bool | None, Any], is_spent: bool) -> bytes:
 
 
 def described(error: BaseException) -> str:
-    """What was raised, and in which line."""
+    """Describe what was raised, and in which line."""
     try:
         text = str(error)
     except Exception as broken:  # an exception of the user's own making may break here too
@@ -104,16 +104,17 @@ def described(error: BaseException) -> str:
 
 
 def _is_spent(reply: tuple[int, bool | None, Any]) -> bool:
-    """Whether it ran out of memory: what is left may be in pieces."""
+    """Return whether it ran out of memory: what is left may be in pieces."""
     return reply[1] is False and reply[2].split(":")[0].split(" ")[0].endswith("MemoryError")
 
 
 class _AsyncChild:
-    """Many jobs at once. A message with a job starts it, one with None for a job cancels it and is answered at once."""
+    """Runs many jobs at once. A message with a job starts it, one with None for a job cancels it and is answered at
+    once."""
 
-    def __init__(self, connection: socket.socket, board: Blackboard, run: Callable[[Any], Any]) -> None:
+    def __init__(self, connection: socket.socket, current: SharedNumber, run: Callable[[Any], Any]) -> None:
         self._connection = connection
-        self._board = board
+        self._current = current
         self._run = run
         self._tasks: dict[int, asyncio.Task[Any]] = {}
         self._unsent = bytearray()
@@ -130,7 +131,7 @@ class _AsyncChild:
                     self._cancel(number)
 
     def _start(self, number: int, job: Any) -> None:
-        task = asyncio.create_task(Watched(self._run(job), number, self._board))
+        task = asyncio.create_task(Watched(self._run(job), number, self._current))
         self._tasks[number] = task
         task.add_done_callback(lambda task: self._answer(number, task))
 
@@ -157,7 +158,7 @@ class _AsyncChild:
             self._flush()
 
     def _flush(self) -> None:
-        """Answers are small and the pool always reads, so that waiting for room is rare and short."""
+        """Send. Answers are small and the pool always reads, so that waiting for room is rare and short."""
         unsent, self._unsent = self._unsent, bytearray()
         if not unsent:
             return  # gone already
@@ -169,12 +170,12 @@ class _AsyncChild:
 
 
 class Watched(Coroutine[Any, Any, Any]):
-    """A coroutine that says who it is before each of its steps, and that turns SystemExit into a plain failure."""
+    """A coroutine that writes down its number before each of its steps, and turns SystemExit into a plain failure."""
 
-    def __init__(self, inner: Coroutine[Any, Any, Any], number: int, board: Blackboard) -> None:
+    def __init__(self, inner: Coroutine[Any, Any, Any], number: int, current: SharedNumber) -> None:
         self._inner = inner
         self._number = number
-        self._board = board
+        self._current = current
 
     def send(self, value: Any) -> Any:
         return self._step(self._inner.send, value)
@@ -189,17 +190,17 @@ class Watched(Coroutine[Any, Any, Any]):
         raise AssertionError("is run as a task")
 
     def _step(self, step: Callable[..., Any], *args: Any) -> Any:
-        self._board.write(self._number)
+        self._current.write(self._number)
         try:
             return step(*args)
         except (SystemExit, KeyboardInterrupt) as error:
             raise RuntimeError(described(error)) from error
         finally:
-            self._board.write(NOBODY)
+            self._current.write(NOBODY)
 
 
 def _data_bytes() -> int:
-    """What RLIMIT_DATA counts: see Linux's mm/mmap.c."""
+    """Return what RLIMIT_DATA counts: see Linux's mm/mmap.c."""
     with open("/proc/self/status", "rb") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(b"VmData:"))
 

@@ -20,8 +20,8 @@ _READ_BYTES = 1 << 18
 _ENOUGH_BYTES = 1 << 12
 
 
-class Line:
-    """Messages both ways over a connected socket, without waiting for either side."""
+class Channel:
+    """Sends and receives messages over a connected socket, without waiting for either side."""
 
     def __init__(
         self, connection: socket.socket, on_message: Callable[[Any], None], on_end: Callable[[], None]
@@ -42,7 +42,7 @@ class Line:
 
     def send_packed(self, message: bytes) -> None:
         if not self._is_open:
-            return  # its end has been told
+            return  # its end has been reported
         if not self._unsent:
             self._loop.call_soon(self._write)  # with whatever else is sent in this turn of the loop
         self._unsent += message
@@ -50,13 +50,13 @@ class Line:
             self._write()
 
     def send_with_fds(self, message: Any, fds: list[int]) -> None:
-        """For short messages to who reads at once: they are not kept."""
+        """Send a short message to a side that reads at once: it is not kept."""
         if self._is_open:
             with suppress(BrokenPipeError, ConnectionResetError):  # it has ended: the reader will find out
                 socket.send_fds(self._connection, [packed(message)], fds)
 
     def close(self) -> None:
-        """Without telling `on_end`."""
+        """Close without calling `on_end`."""
         if self._is_open:
             self._is_open = False
             self._loop.remove_reader(self._connection.fileno())
@@ -64,12 +64,12 @@ class Line:
             self._connection.close()
 
     def drain(self) -> None:
-        """Hear now what has come already."""
+        """Read now what has come already."""
         while self._is_open and self._read():
             pass
 
     def _read(self) -> bool:
-        """Whether there may be more."""
+        """Return whether there may be more."""
         try:
             data = self._connection.recv(_READ_BYTES)
         except BlockingIOError:
@@ -103,8 +103,8 @@ class Line:
             self._is_full = False
 
 
-class ServerLink:
-    """Starts the fork server, asks it for processes and hears from it what became of them. `on_loss` is told the exit
+class ForkServerClient:
+    """Starts the fork server, asks it for processes and learns from it what became of them. `on_loss` gets the exit
     code of a server that was up."""
 
     def __init__(
@@ -119,13 +119,13 @@ class ServerLink:
         self._start_timeout_s = start_timeout_s
         self._on_message = on_message
         self._on_loss = on_loss
-        self._line: Line | None = None
+        self._channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._first_words: asyncio.Future[tuple[str, str]] | None = None
         self.is_up = False
 
     async def start(self) -> None:
-        """Raises ProcessError if the server does not come up or the work cannot be made ready."""
+        """Start the server. Raises ProcessError if the server does not come up or the work cannot be made ready."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -136,8 +136,8 @@ class ServerLink:
                 start_new_session=True,  # a Ctrl-C at the terminal is for the driver
             )
         self._first_words = asyncio.get_running_loop().create_future()
-        self._line = Line(ours, self._hear, self._lost)
-        self._line.send((sys.path, os.getcwd(), self._pickled))
+        self._channel = Channel(ours, self._received, self._lost)
+        self._channel.send((sys.path, os.getcwd(), self._pickled))
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 word, reason = await self._first_words
@@ -149,23 +149,23 @@ class ServerLink:
             raise ProcessError(f"its processes cannot start: {reason}.")
         self.is_up = True
 
-    def fork(self, connection: socket.socket, board_fd: int) -> None:
-        assert self._line is not None
-        self._line.send_with_fds(("fork",), [connection.fileno(), board_fd])
+    def fork(self, connection: socket.socket, current_fd: int) -> None:
+        assert self._channel is not None
+        self._channel.send_with_fds(("fork",), [connection.fileno(), current_fd])
 
     def kill(self, pid: int) -> None:
-        assert self._line is not None
-        self._line.send(("kill", pid))
+        assert self._channel is not None
+        self._channel.send(("kill", pid))
 
     async def close(self) -> None:
-        """The server ends all its processes, then itself."""
+        """Let the server end all its processes, then itself."""
         self.is_up = False
-        if self._line is not None:
-            self._line.close()
+        if self._channel is not None:
+            self._channel.close()
         if self._process is not None:
             await asyncio.get_running_loop().run_in_executor(None, _ended, self._process)
 
-    def _hear(self, message: tuple[Any, ...]) -> None:
+    def _received(self, message: tuple[Any, ...]) -> None:
         assert self._first_words is not None
         if message[0] in ("ready", "failed"):
             if not self._first_words.done():

@@ -19,8 +19,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from practicum.processes.child import NOBODY, Blackboard
-from practicum.processes.link import Line, ServerLink
+from practicum.processes.child import NOBODY, SharedNumber
+from practicum.processes.link import Channel, ForkServerClient
 from practicum.processes.work import Limits, Work, packed
 
 _MOST_LOSSES = 3
@@ -68,10 +68,10 @@ class JobResult:
 class _Process:
     """The pool's view of one process."""
 
-    def __init__(self, board: Blackboard) -> None:
-        self.board = board
-        self.line: Line
-        self.pid: int | None = None  # not told yet
+    def __init__(self, current: SharedNumber) -> None:
+        self.current = current
+        self.channel: Channel
+        self.pid: int | None = None  # not known yet
         self.jobs: dict[int, _Job] = {}
         self.is_up = False  # it has said so
         self.is_leaving = False  # gets no more jobs
@@ -80,8 +80,8 @@ class _Process:
         self.verdicts: dict[int, JobFailed] = {}  # of its jobs, when it is killed for them
 
     def close(self) -> None:
-        self.line.close()
-        self.board.close()
+        self.channel.close()
+        self.current.close()
 
 
 class ProcessPool:
@@ -90,24 +90,24 @@ class ProcessPool:
     def __init__(self, work: Work, *, size: int, limits: Limits, start_timeout_s: float = 120.0) -> None:
         self._size = size
         self._limits = limits
-        self._link = ServerLink(work, limits, start_timeout_s, self._told, self._server_lost)
+        self._server = ForkServerClient(work, limits, start_timeout_s, self._server_said, self._server_lost)
         self._numbers = itertools.count(NOBODY + 1)
         self._waiting: deque[_Job] = deque()
         self._processes: set[_Process] = set()
-        self._unnamed: deque[_Process] = deque()  # asked for, their pids not told yet
+        self._without_pid: deque[_Process] = deque()  # asked for, their pids not known yet
         self._num_server_starts = 0
         self._is_closed = False
         self._broken: str | None = None  # why no process can be had any more
-        self._chores: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._is_async = limits.capacity > 1
 
     async def start(self) -> None:
-        """Raises ProcessError if the work cannot be made ready."""
-        await self._link.start()
+        """Start the fork server. Raises ProcessError if the work cannot be made ready."""
+        await self._server.start()
 
     @property
     def num_at_once(self) -> int:
-        """How many jobs can be under way."""
+        """The number of jobs that can be under way."""
         return self._size * self._limits.capacity
 
     async def run(self, payload: Any, timeout_s: float) -> JobResult:
@@ -146,14 +146,15 @@ class ProcessPool:
         for process in self._processes:
             process.close()
         self._processes.clear()
-        for chore in self._chores:
-            chore.cancel()
-        await self._link.close()
+        for task in self._tasks:
+            task.cancel()
+        await self._server.close()
 
     # What processes do
 
     def _replied(self, process: _Process, number: int, is_result: bool | None, value: Any, is_spent: bool) -> None:
-        """`is_result` is None for a job that was cancelled as it was told to. A process's first word is nobody's."""
+        """Take a reply. `is_result` is None for a job that was cancelled as asked. A process's first word is
+        nobody's."""
         if number == NOBODY:
             process.is_up = True
             for waiting in process.jobs.values():
@@ -178,7 +179,8 @@ class ProcessPool:
         self._assign()
 
     def _hung_up(self, process: _Process) -> None:
-        """Its end of the connection is closed: it has ended, as the server will say, or has cut itself off."""
+        """Take note that its end of the connection is closed: it has ended, as the server will say, or has cut itself
+        off."""
         process.is_leaving = True
         if process in self._processes:
             asyncio.get_running_loop().call_later(_CANCEL_GRACE_S, self._cut_off, process)
@@ -188,12 +190,12 @@ class ProcessPool:
             process.is_cut_off = True
             self._kill(process)
 
-    def _told(self, message: tuple[Any, ...]) -> None:
+    def _server_said(self, message: tuple[Any, ...]) -> None:
         if message[0] == "forked":
-            process = self._unnamed.popleft()
+            process = self._without_pid.popleft()
             process.pid = message[1]
             if process.must_die:
-                self._link.kill(process.pid)
+                self._server.kill(process.pid)
             return
         _, pid, status = message
         ended = next((one for one in self._processes if one.pid == pid), None)
@@ -202,9 +204,9 @@ class ProcessPool:
 
     def _ended(self, process: _Process, status: int, how: str = "") -> None:
         how = how or _end_in_words(status)
-        culprit = process.board.read()
+        culprit = process.current.read()
         process.is_leaving = True
-        process.line.drain()  # what it has answered counts
+        process.channel.drain()  # what it has answered counts
         self._processes.discard(process)
         verdicts, jobs = process.verdicts, list(process.jobs.values())
         is_known = bool(verdicts) or culprit in process.jobs
@@ -222,10 +224,10 @@ class ProcessPool:
         self._assign()
 
     def _server_lost(self, code: int) -> None:
-        """The fork server is gone, and its processes with it."""
+        """Take note that the fork server is gone, and its processes with it."""
         if self._is_closed:
             return
-        self._unnamed.clear()
+        self._without_pid.clear()
         for process in list(self._processes):
             process.must_die = False
             self._ended(process, signal.SIGKILL, f"the process that starts them ended with exit code {code}")
@@ -233,13 +235,13 @@ class ProcessPool:
             self._fail_all("the process that starts the others died again and again")
             return
         self._num_server_starts += 1
-        chore = asyncio.get_running_loop().create_task(self._restart_server())
-        self._chores.add(chore)
-        chore.add_done_callback(self._chores.discard)
+        task = asyncio.get_running_loop().create_task(self._restart_server())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _restart_server(self) -> None:
         try:
-            await self._link.start()
+            await self._server.start()
         except Exception as error:
             self._fail_all(f"the process that starts the others died and does not come back: {error}")
         else:
@@ -248,7 +250,7 @@ class ProcessPool:
     # What the pool does
 
     def _assign(self) -> None:
-        while self._waiting and not self._is_closed and self._link.is_up:
+        while self._waiting and not self._is_closed and self._server.is_up:
             if self._waiting[0].done.done():  # given up meanwhile
                 self._waiting.popleft()
                 continue
@@ -265,31 +267,32 @@ class ProcessPool:
         if len(self._processes) >= self._size:
             return None
         ours, theirs = socket.socketpair()
-        board_fd = os.memfd_create("practicum-blackboard")
-        os.ftruncate(board_fd, os.sysconf("SC_PAGESIZE"))
-        process = _Process(Blackboard(board_fd))
-        process.line = Line(ours, lambda reply: self._replied(process, *reply), lambda: self._hung_up(process))
-        self._link.fork(theirs, board_fd)
-        os.close(board_fd)
+        current_fd = os.memfd_create("practicum-current-job")
+        os.ftruncate(current_fd, os.sysconf("SC_PAGESIZE"))
+        process = _Process(SharedNumber(current_fd))
+        process.channel = Channel(ours, lambda reply: self._replied(process, *reply), lambda: self._hung_up(process))
+        self._server.fork(theirs, current_fd)
+        os.close(current_fd)
         theirs.close()
-        self._unnamed.append(process)
+        self._without_pid.append(process)
         self._processes.add(process)
         return process
 
     def _hand_over(self, job: _Job, process: _Process) -> None:
         process.jobs[job.number] = job
-        process.line.send_packed(job.message)
+        process.channel.send_packed(job.message)
         self._start_clock(job, process)
 
     def _start_clock(self, job: _Job, process: _Process) -> None:
-        """On a machine with much to do, a process may take its time to start: that is not the job's."""
+        """Start a job's deadline. On a machine with much to do, a process may take its time to start: that is not the
+        job's."""
         job.stop_clock()
         job.begun_at = time.monotonic()
         time_s = job.timeout_s if process.is_up else job.timeout_s + _START_S
         job.timer = asyncio.get_running_loop().call_later(time_s, self._out_of_time, job, process)
 
     def _out_of_time(self, job: _Job, process: _Process) -> None:
-        process.line.drain()  # this loop may have been held up itself
+        process.channel.drain()  # this loop may have been held up itself
         if job.number not in process.jobs:
             return
         verdict = JobFailed("timeout", f"took longer than {job.timeout_s:g} s")
@@ -297,18 +300,18 @@ class ProcessPool:
             self._kill(process, {job.number: verdict})
             return
         process.verdicts[job.number] = verdict
-        process.line.send((job.number, None))
+        process.channel.send((job.number, None))
         loop = asyncio.get_running_loop()
         job.timer = loop.call_later(_CANCEL_GRACE_S, self._is_blocked, job, process)
 
     def _is_blocked(self, job: _Job, process: _Process) -> None:
-        """A job was not even cancelled in time: something holds up the process's event loop."""
-        process.line.drain()
+        """Kill a process in which a job was not even cancelled in time: something holds up the process's event loop."""
+        process.channel.drain()
         if job.number not in process.jobs:
             return
-        culprit = process.board.read()
+        culprit = process.current.read()
         process.verdicts.clear()
-        if culprit != NOBODY and culprit not in process.jobs:  # it was told to stop before, and goes on
+        if culprit != NOBODY and culprit not in process.jobs:  # it was asked to stop before, and goes on
             self._kill(process)
             return
         guilty = job.number if culprit == NOBODY else culprit
@@ -316,13 +319,13 @@ class ProcessPool:
         self._kill(process, {guilty: JobFailed("timeout", reason)})
 
     def _give_up(self, job: _Job) -> None:
-        """Nobody waits for it any more."""
+        """Stop a job for which nobody waits any more."""
         process = next((one for one in self._processes if job.number in one.jobs), None)
         if process is None:
             return  # in the queue, where it is passed over
         job.stop_clock()
         if self._is_async:
-            process.line.send((job.number, None))
+            process.channel.send((job.number, None))
         else:
             self._kill(process)
 
@@ -332,10 +335,11 @@ class ProcessPool:
         if process.pid is None:
             process.must_die = True
         else:
-            self._link.kill(process.pid)
+            self._server.kill(process.pid)
 
     def _lose(self, job: _Job, how: str, *, is_suspect: bool) -> None:
-        """It waits again, in front of the others. Where another may have ended the process, that does not count."""
+        """Let a job wait again, in front of the others. Where another may have ended the process, that does not
+        count."""
         job.times_lost += is_suspect
         if job.times_lost > _MOST_LOSSES:
             self._fail(job, JobFailed("lost", f"the process it was in ended {job.times_lost} times: {how}"))

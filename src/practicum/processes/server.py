@@ -1,7 +1,7 @@
 """The fork server: a small process without threads that makes the work ready once and forks a process when asked.
 
-Started as `python -m practicum.processes.server FD`. What it is told: `("fork",)` with a socket and a piece of
-shared memory, `("kill", pid)`. What it tells: `("ready", "")` or `("failed", why)`, then `("forked", pid)` in the order
+Started as `python -m practicum.processes.server FD`. It gets: `("fork",)` with a socket and a piece of
+shared memory, `("kill", pid)`. It sends: `("ready", "")` or `("failed", why)`, then `("forked", pid)` in the order
 of the requests, and `("ended", pid, status)`.
 
 A process is killed with everything it has started: its group, its descendants, and what was cut loose from it, which
@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from practicum.processes.child import Blackboard, described, serve
+from practicum.processes.child import SharedNumber, described, serve
 from practicum.processes.work import Limits, Unpacker, Work, packed, receive
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -69,21 +69,21 @@ class ForkServer:
         finally:
             self._end_all()
 
-    def _tell(self, *message: Any) -> None:
+    def _send(self, *message: Any) -> None:
         self._connection.sendall(packed(message))
 
-    def _fork(self, connection_fd: int, board_fd: int) -> None:
+    def _fork(self, connection_fd: int, current_fd: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user's modules may have started threads: so be it
             pid = os.fork()
         if pid == 0:
-            self._be_child(connection_fd, board_fd)
+            self._be_child(connection_fd, current_fd)
         os.close(connection_fd)
-        os.close(board_fd)
+        os.close(current_fd)
         self._children.add(pid)
-        self._tell("forked", pid)
+        self._send("forked", pid)
 
-    def _be_child(self, connection_fd: int, board_fd: int) -> NoReturn:
+    def _be_child(self, connection_fd: int, current_fd: int) -> NoReturn:
         code = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -93,7 +93,7 @@ class ForkServer:
                 os._exit(code)  # the server died before that could be said
             os.setsid()
             self._connection.close()
-            serve(socket.socket(fileno=connection_fd), Blackboard(board_fd), self._work.run, self._limits)
+            serve(socket.socket(fileno=connection_fd), SharedNumber(current_fd), self._work.run, self._limits)
             code = 0
         except (BrokenPipeError, ConnectionResetError):
             code = 0  # the pool has gone
@@ -130,10 +130,10 @@ class ForkServer:
                 _kill_group(pid)  # what it had started and left in its group
                 self._end_strays()
                 with suppress(OSError):
-                    self._tell("ended", pid, status)
+                    self._send("ended", pid, status)
 
     def _end_strays(self) -> None:
-        """Children that nobody here has forked: they were cut loose from a process that has ended."""
+        """Kill children that nobody here has forked: they were cut loose from a process that has ended."""
         with suppress(psutil.Error):
             for stray in psutil.Process().children():
                 if stray.pid not in self._children:

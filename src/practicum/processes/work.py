@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one process."""
+    """The limits of one process."""
 
     memory_bytes: int
     """What it may allocate on top of what it has when it starts."""
@@ -24,7 +24,8 @@ class Limits:
 
 
 class Work(ABC):
-    """Picklable. `prepare` runs once, before the first process is forked; `run` once per job, in a process."""
+    """What a pool does; picklable. `prepare` runs once, before the first process is forked; `run` once per job, in a
+    process."""
 
     @abstractmethod
     def prepare(self) -> None: ...
@@ -32,7 +33,7 @@ class Work(ABC):
     @property
     @abstractmethod
     def run(self) -> Callable[[Any], Any]:
-        """From a job to its result, both picklable; a coroutine function if many are to run in one process."""
+        """Turn a job into its result, both picklable; a coroutine function if many are to run in one process."""
 
 
 _LENGTH = struct.Struct("!Q")
@@ -67,7 +68,7 @@ class Unpacker:
 
 
 def receive(connection: socket.socket, unpacker: Unpacker) -> list[Any] | None:
-    """The next messages of a blocking socket, at least one; None at its end."""
+    """Return the next messages of a blocking socket, at least one; None at its end."""
     while True:
         data = connection.recv(_READ_BYTES)
         if not data:

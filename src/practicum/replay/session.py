@@ -28,7 +28,7 @@ from practicum.replay.routes import decoded
 from practicum.replay.store import Recording, RouteWriter
 from practicum.types import RoutedExperts, Sample
 
-_PASSING = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+_IRRELEVANT = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 """The entries of a model's config that say nothing about where tokens go."""
 
 
@@ -86,8 +86,8 @@ class ReplayStats:
 
 def model_fingerprint(config: Any) -> str:
     """Return the fingerprint of a transformers config: equal for models in which the same records make sense."""
-    told = {key: value for key, value in config.to_dict().items() if key not in _PASSING}
-    return f"{config.model_type}-{_hash(told)}"
+    relevant = {key: value for key, value in config.to_dict().items() if key not in _IRRELEVANT}
+    return f"{config.model_type}-{_hash(relevant)}"
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

@@ -67,7 +67,7 @@ def statistics(recording: Recording) -> Statistics:
         num_unknown=num_unknown,
         num_chunks=len(chunks),
         num_bytes=sum(file.end for file in recording.files),
-        num_lost_bytes=sum(stretch.size for file in recording.files for stretch in file.lost),
+        num_lost_bytes=sum(part.size for file in recording.files for part in file.lost),
         size=_size(recording),
         load=load,
     )

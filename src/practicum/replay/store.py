@@ -157,7 +157,7 @@ class RouteWriter:
             )
         if differences:
             raise ReplayError(
-                f"{self.path} cannot be gone on with: it was made with {'; '.join(differences)}. Use another file."
+                f"{self.path} cannot be continued: it was made with {'; '.join(differences)}. Use another file."
             )
 
     def _write(self, data: bytes) -> None:
@@ -352,7 +352,7 @@ class Recording:
         return place
 
     def _losses(self) -> str:
-        lost = sum(stretch.size for file in self.files for stretch in file.lost)
+        lost = sum(part.size for file in self.files for part in file.lost)
         return f" {lost} bytes of it are damaged: see `practicum routes verify`." if lost else ""
 
     def _read(self, place: _Place, read: Callable[[OpenChunk, int], T]) -> T:

@@ -21,7 +21,7 @@ log = logging.getLogger("practicum.reward")
 
 class ScoreCache:
     def __init__(self, folder: str | Path, version: str = "") -> None:
-        """Scores kept under another `version` do not count."""
+        """Open the folder. Scores kept under another `version` do not count."""
         self._folder = Path(folder)
         self._version = version
         self._has_complained = False
@@ -33,7 +33,7 @@ class ScoreCache:
             ) from error
 
     def key(self, grader: str, sample: Sample) -> str:
-        """`grader` is all that tells it from others: kind, options, version."""
+        """Return the key of a score. `grader` is all that tells it from others: kind, options, version."""
         prompt = sample.prompt
         messages = None if prompt.messages is None else [[m.role, m.content] for m in prompt.messages]
         content = [
@@ -52,7 +52,7 @@ class ScoreCache:
         return digest.hexdigest()
 
     def get(self, key: str) -> Score | None:
-        """None if there is none that can be read."""
+        """Return the score; None if there is none that can be read."""
         try:
             kept = json.loads(self._path(key).read_bytes())
             return Score(kept["value"], parts=kept["parts"], answer=kept.get("answer"))
@@ -62,7 +62,7 @@ class ScoreCache:
             return None  # half a file of a machine that went down, say: it is written anew
 
     def put(self, key: str, score: Score) -> None:
-        """A score that cannot be kept, on a full disk say, is still a score: that is told once to the log."""
+        """Keep a score. One that cannot be kept, on a full disk say, is still a score: the log says so once."""
         if score.status != "ok":
             return
         try:
@@ -91,7 +91,7 @@ class ScoreCache:
 
 
 def fingerprint(folder: Path) -> str:
-    """Of a folder's files by name, size and time of change: a model is too large to be read for it."""
+    """Hash a folder's files by name, size and time of change: a model is too large to be read for it."""
     states = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
     found = [[str(path.relative_to(folder)), state.st_size, state.st_mtime_ns] for path, state in states]
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()

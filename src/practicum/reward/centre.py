@@ -89,16 +89,16 @@ async def open_reward_centre(
         packed = RayClassWithInitArgs(RewardLoopWorker, settings)
         workers = await asyncio.to_thread(controller.group, packed, name="graders", use_gpu=False)
         stack.push_async_callback(asyncio.to_thread, workers.shutdown)
-        yield await stack.enter_async_context(
-            RewardLoopManager(
-                workers,
-                GradingPolicy(config.retries, config.on_failure, config.max_failure_share),
-                inline=rubric if settings.is_inline else None,
-                models=models,
-                asks_models=rubric.asks_model,
-                on_progress=on_progress,
-            )
+        manager = RewardLoopManager(
+            workers,
+            GradingPolicy(config.retries, config.on_failure, config.max_failure_share),
+            inline=rubric if settings.is_inline else None,
+            models=models,
+            asks_models=rubric.asks_model,
+            on_progress=on_progress,
         )
+        await manager.start()
+        yield manager
 
 
 def _num_cores(controller: Controller) -> int:

@@ -24,7 +24,7 @@ _CONNECT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Somebody who is asked over HTTP."""
+    """A server that is asked over HTTP."""
 
     address: str
     """Of the router in front."""
@@ -35,7 +35,7 @@ class Target:
 
 
 class AskFailed(Exception):
-    """A question without a usable answer."""
+    """Raised where a question has no usable answer."""
 
     def __init__(self, status: ScoreStatus, reason: str) -> None:
         super().__init__(reason)
@@ -58,7 +58,7 @@ class RewardClient:
     async def post(
         self, target: str, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
     ) -> Any:
-        """The JSON answer of `target`. Raises `AskFailed`."""
+        """Return the JSON answer of `target`. Raises `AskFailed`."""
         url = self._targets[target].address + path
         try:
             async with self._session.post(url, json=body, headers=headers) as reply:
@@ -80,7 +80,7 @@ class RewardClient:
         return answer
 
     def using(self, permit: Permit) -> RewardClient:
-        """The same client, which writes the tokens it really uses on a permit."""
+        """Return the same client, which writes the tokens it really uses on a permit."""
         view = copy.copy(self)
         view._permit = permit
         return view

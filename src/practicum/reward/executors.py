@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -140,13 +140,12 @@ class ProcessExecutor:
     async def _run(self, job: Sample | list[Sample], samples: list[Sample]) -> list[Graded]:
         asked_at = begun_at = time.monotonic()
         try:
-            async with AsyncExitStack() as limited:
-                if self._limits is not None:
-                    await limited.enter_async_context(self._window)
-                    tokens = sum(sample.num_tokens for sample in samples)
-                    await limited.enter_async_context(self._limits.permit(tokens))
-                    begun_at = time.monotonic()
+            if self._limits is None:
                 result = await self._pool.run((self._index, job), self._timeout_s)
+            else:
+                async with self._window, self._limits.permit(sum(sample.num_tokens for sample in samples)):
+                    begun_at = time.monotonic()
+                    result = await self._pool.run((self._index, job), self._timeout_s)
         except JobFailed as failure:
             if len(samples) > 1:
                 alone = await asyncio.gather(*(self._run([sample], [sample]) for sample in samples))

@@ -17,10 +17,10 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from practicum.controller import WorkerGroup
 from practicum.errors import DeadlineError, RewardError, WorkerDied
@@ -38,7 +38,7 @@ _PIECES_PER_WORKER = 8
 _WORTH_A_CALL_S = 2e-3  # of grading
 _SENDING_S = 4e-5  # that sending a sample and its score takes
 _TURN_S = 2e-3  # so long grading may hold up the event loop
-_MANY, _HEAD = 512, 64
+_MANY, _HEAD = 512, 128
 _NEWEST_COUNTS = 0.05
 _UNKNOWN_S_PER_TOKEN = 1e-3  # it may be dear, so all workers get some of it
 _LEAST_S = 1e-7  # nothing is free: what were would all go to one worker
@@ -97,7 +97,7 @@ class _Request:
 
 
 class RewardLoopManager:
-    """Grades prompt groups on a group of workers. An async context manager: the workers are ready inside.
+    """Grades prompt groups on a group of workers.
 
     `inline` is the rubric where it takes no more than rules: samples that cost less to grade than to send are then
     graded in this process. `models` are awake while answers are graded to prompts for which `asks_models` is true.
@@ -149,15 +149,9 @@ class RewardLoopManager:
             finally:
                 await grading.close()  # before the models fall asleep, which waits for what they are asked
 
-    async def __aenter__(self) -> Self:
+    async def start(self) -> None:
+        """Wait until the workers can grade. Raises the error of one that cannot; without this, the first round does."""
         await self._workers.execute_all_async(RewardLoopWorker.start)
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        if self._restarting is not None:
-            await asyncio.wait([self._restarting])
-        with suppress(WorkerDied, DeadlineError):  # the group's end kills what is left
-            await self._workers.execute_all_async(RewardLoopWorker.stop)
 
     async def ready(self) -> int:
         """Wait while workers are started again. Return how often they have been."""
@@ -331,8 +325,8 @@ class GradingRound:
     async def _grade_on(self, rank: int, requests: Sequence[_Request]) -> None:
         manager, left = self._manager, dict(enumerate(requests))
         load = sum(request.cost for request in requests)
-        manager.load[rank] += load
         num_starts = await manager.ready()
+        manager.load[rank] += load
         try:
             samples = [request.sample for request in requests]
             async with aclosing(manager.workers.stream(rank, RewardLoopWorker.grade, samples)) as stream:

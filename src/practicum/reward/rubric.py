@@ -42,7 +42,7 @@ class Rubric:
 
     @classmethod
     def make(cls, config: RewardConfig) -> Rubric:
-        """Raises RewardError that names the term, the grader or the option."""
+        """Make it from the config. Raises RewardError that names the term, the grader or the option."""
         default = _terms(config.all_terms, "reward.terms" if config.terms else "reward")
         by_source = {name: _terms(terms, f"reward.sources.{name}") for name, terms in config.sources.items()}
         rubric = cls(default, by_source)
@@ -68,12 +68,12 @@ class Rubric:
         return self.by_source.get(prompt.data_source, self.default)
 
     def asks_model(self, prompt: Prompt) -> bool:
-        """Whether an answer to it is judged by `reward.model`."""
+        """Return whether an answer to it is judged by `reward.model`."""
         graders = [term.grader for term in self.of(prompt)]
         return any(isinstance(grader, RemoteGrader) and grader.target == OWN_MODEL for grader in graders)
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError if answers to the prompt could not be graded."""
+        """Raise ValueError if answers to the prompt could not be graded."""
         of = f"data_source {prompt.data_source!r}" if prompt.data_source else "no data_source"
         terms = self.of(prompt)
         if not terms:
@@ -90,7 +90,7 @@ class Rubric:
         return combined(terms, [graded_by_rule(term.grader, sample) for term in terms])
 
     def __str__(self) -> str:
-        """As a person would write it down."""
+        """Write it as a person would."""
         rows = [f"{source}: {_sum(terms)}" for source, terms in self.by_source.items()]
         return "\n".join([*rows, f"others: {_sum(self.default)}"] if rows else [_sum(self.default)])
 
@@ -154,7 +154,7 @@ def graded_by_rule(grader: Grader, sample: Sample) -> Score:
 
 
 def combined(terms: Sequence[Term], scores: Sequence[Score]) -> Score:
-    """The weighted sum. If one term could not be graded, neither can the sample."""
+    """Return the weighted sum. If one term could not be graded, neither can the sample."""
     if not terms:
         return Score.failed("invalid", "reward.sources has no grader for the data_source of this prompt")
     for term, score in zip(terms, scores, strict=True):

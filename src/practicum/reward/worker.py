@@ -96,8 +96,8 @@ class RewardLoopWorker(Worker):
             self._starting = asyncio.ensure_future(self._start())
         await asyncio.shield(self._starting)
 
-    async def stop(self) -> None:
-        """End it again, with all that is under way."""
+    async def close(self) -> None:
+        """End all that was started, and what is under way. Doing it twice does nothing."""
         starting, self._starting = self._starting, None
         if starting is not None:
             starting.cancel()

@@ -33,6 +33,7 @@ from contextlib import aclosing, asynccontextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from practicum.controller.loop import run_sync
 from practicum.rollout.engine.sequence import Request, Sequence
 from practicum.types import PromptGroup, Sample, Trajectory
 from practicum.weights import WeightUpdate
@@ -139,12 +140,13 @@ class BaseRollout(ABC):
 
     def generate_all(self, groups: Items[PromptGroup]) -> list[PromptGroup]:
         """Write all groups and return them in their order, for callers without an event loop."""
+        from practicum.controller.loop import run_sync
 
         async def generated() -> None:
             async for _ in self.generate(groups):
                 pass
 
-        asyncio.run(generated())
+        run_sync(generated())
         return list(groups)
 
     def abort(self, sequences: Iterable[Sequence] | None = None) -> None:

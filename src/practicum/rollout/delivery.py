@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -37,13 +36,6 @@ class TrainerWeights(Protocol):
 
     async def log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         """Return the log-probs of each token but the first, with the weights of now."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    reason: str
-    is_own: bool
-    """Or it only waited for another one, in vain."""
 
 
 class WeightDelivery:
@@ -75,15 +67,15 @@ class WeightDelivery:
         culprits: list[RolloutReplica] = []
         others = list(replicas)
         while others:  # each time there are fewer: without a culprit nobody fails
-            failed = await self._send(others, version)
-            culprits += [own for own, failure in failed.items() if failure.is_own]
-            others = [own for own, failure in failed.items() if not failure.is_own]
+            failed, in_vain = await self._send(others, version)
+            culprits += [own for own in failed if own not in in_vain]
+            others = in_vain
         # Where all meet, one that is gone is not to spoil it for the others again.
-        lost: dict[RolloutReplica, _Failure] = {}
+        lost: dict[RolloutReplica, str] = {}
         for some in [[own] for own in culprits] if self._ticket is None else [culprits]:
             if some:
-                lost |= await self._send(some, version)
-        return {own: failure.reason for own, failure in lost.items()}
+                lost |= (await self._send(some, version))[0]
+        return lost
 
     async def send_again(self, replica: RolloutReplica, version: int) -> None:
         """Give a replica the weights the others have, or raise `WeightsGone`. The trainer is not asked again if they
@@ -93,17 +85,21 @@ class WeightDelivery:
                 return await self._give(replica, version, self._ticket)
             except PracticumError as error:
                 log.warning("%s needs its weights sent again: %s", replica.name, error)
-        failed = await self._send([replica], version)
+        failed, _ = await self._send([replica], version)
         if failed:
-            raise RolloutError(failed[replica].reason)
+            raise RolloutError(failed[replica])
 
-    async def _send(self, replicas: Sequence[RolloutReplica], version: int) -> dict[RolloutReplica, _Failure]:
+    async def _send(
+        self, replicas: Sequence[RolloutReplica], version: int
+    ) -> tuple[dict[RolloutReplica, str], list[RolloutReplica]]:
+        """Return the replicas that failed and why; and those of them that only waited for another one, in vain."""
         try:
             invitation = await self._weights.invite(version, len(replicas))
             ticket = self._ticket = None if invitation is not None else await self._weights.send(version)
         except WorkerError as error:
             raise _unwrapped(error) from error
-        failed: dict[RolloutReplica, _Failure] = {}
+        failed: dict[RolloutReplica, str] = {}
+        in_vain: list[RolloutReplica] = []
         refusal: PracticumError | None = None
         is_off = False
 
@@ -118,7 +114,9 @@ class WeightDelivery:
             try:
                 await self._give(replica, version, invitation or ticket)
             except PracticumError as error:
-                failed[replica] = _Failure(str(error), is_own=invitation is None or not is_off)
+                failed[replica] = str(error)
+                if invitation is not None and is_off:
+                    in_vain.append(replica)
                 await call_off()
 
         async def send() -> None:
@@ -130,11 +128,11 @@ class WeightDelivery:
                 await call_off()
 
         await asyncio.gather(*([] if invitation is None else [send()]), *map(give, replicas))
-        if refusal is None or any(failure.is_own for failure in failed.values()):
-            return failed
+        if refusal is None or len(in_vain) < len(failed):
+            return failed, in_vain
         if not failed or isinstance(refusal, WeightsGone | WorkerDied):
             raise refusal
-        return {own: _Failure(failure.reason, is_own=True) for own, failure in failed.items()}  # it waited in vain
+        return failed, []  # the trainer waited in vain
 
     async def _give(self, replica: RolloutReplica, version: int, ticket: Ticket | None) -> None:
         await replica.update_weights(version, ticket)

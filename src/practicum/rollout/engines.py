@@ -18,7 +18,7 @@ log = logging.getLogger("practicum.rollout")
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What engines are made of; each takes what is of use to it. See the config for what each means."""
+    """Settings of all engines; each takes those that it has a use for. The config says what they mean."""
 
     engine: str
     model_path: str
@@ -33,19 +33,19 @@ class EngineSettings:
     vllm: VllmConfig = field(default_factory=VllmConfig)
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)
     router: str | None = None
-    """Address of a router in front of `openai.servers`."""
+    """The address of a router in front of `openai.servers`."""
     router_token: str | None = field(default=None, repr=False)
-    """Of its control plane."""
+    """The token of its control plane."""
     exchange_dir: str | None = None
     """A folder through which servers get new weights; None takes one for temporary files."""
     timeout_s: float = 300.0
-    """For one request to a server."""
+    """The time for one request to a server."""
     start_timeout_s: float = 900.0
-    """For a server that the engine starts itself."""
+    """The time for the start of a server that the engine starts itself."""
 
     @classmethod
     def of(cls, config: RolloutConfig, model_path: str, **more: Any) -> EngineSettings:
-        """`more` are fields that the section does not tell."""
+        """Return the settings of a section of the config; `more` are fields that it does not have."""
         return cls(
             engine=config.engine,
             model_path=model_path,
@@ -58,7 +58,7 @@ class EngineSettings:
 
 
 def make_engine(settings: EngineSettings) -> BaseRollout:
-    """An engine, asleep. A `RolloutError` where the name is not known or what the engine needs is not installed."""
+    """Return an engine, asleep. Raise `RolloutError` where it is not known, or what it needs is not installed."""
     if settings.engine not in ENGINES:
         raise RolloutError(f"there is no engine {settings.engine!r}; there are {', '.join(ENGINES)}.")
     try:

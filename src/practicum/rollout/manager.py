@@ -23,10 +23,9 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, TypeVar, cast
 
 from practicum.controller.wire import split_batch
 from practicum.errors import PracticumError, RolloutError, TrainingError, WeightsGone, WorkerError
@@ -34,6 +33,7 @@ from practicum.rollout.delivery import WeightDelivery
 from practicum.rollout.replica import RolloutReplica
 from practicum.types import PromptGroup, Sample, Trajectory
 
+T = TypeVar("T")
 log = logging.getLogger("practicum.rollout")
 _MOST_RESTARTS = 2  # in a row
 _MORE_ATTEMPTS = 2
@@ -97,6 +97,8 @@ class _Worker:
     replica: RolloutReplica
     rank: int
     parts: set[_Part] = field(default_factory=set)  # with open trajectories
+    num_open: int = 0  # trajectories of its parts
+    num_tokens: float = 0.0  # that it is expected to write
     streams: dict[asyncio.Task[None], _Call] = field(default_factory=dict)
     watch: asyncio.Task[None] | None = None
     heard_at: float = 0.0
@@ -105,17 +107,20 @@ class _Worker:
     def key(self) -> tuple[int, int]:
         return self.replica.number, self.rank
 
-    @property
-    def num_open(self) -> int:
-        return sum(len(part.open) for part in self.parts)
+    def add(self, part: _Part) -> None:
+        self.parts.add(part)
+        self.num_open += len(part.open)
+        self.num_tokens += part.num_tokens
 
-    @property
-    def num_tokens(self) -> float:
-        return sum(part.num_tokens for part in self.parts)
+    def keep(self, parts: Iterable[_Part]) -> None:
+        """Forget all other parts."""
+        self.parts, self.num_open, self.num_tokens = set(), 0, 0.0
+        for part in parts:
+            self.add(part)
 
 
 class ExpectedLengths:
-    """How long answers get, learnt from those to prompts of the same source."""
+    """Expects answers to be as long as others to prompts of the same source were."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, float] = {}
@@ -131,12 +136,12 @@ class ExpectedLengths:
         self._tokens[source] = now if before is None else before + _NEWEST_COUNTS * (now - before)
 
 
-class RolloutManager:
+class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
     """`async for groups in manager.generate(prompt_groups)`.
 
     `window` is the most answers that a worker has at a time. None gives all out at once, by the order of the groups
-    alone, so that every run does it alike. A worker that finishes nothing for `silence_s` has failed. `delivery` is None
-    where replicas share the trainer's own weights. `sleeps`: replicas sleep outside of `awake`.
+    alone, so that every run does it alike. A worker that finishes nothing for `silence_s` has failed. `delivery` is
+    None where replicas share the trainer's own weights. `sleeps`: replicas sleep outside of `awake`.
     """
 
     def __init__(
@@ -160,6 +165,7 @@ class RolloutManager:
         self._workers = [_Worker(own, rank) for own in self.replicas for rank in range(own.num_workers)]
         self._calls: set[_Call] = set()
         self._waiting: list[_Part] = []  # a heap
+        self._waiting_tokens = 0.0  # expected of them
         self._sessions: dict[str, tuple[int, int]] = {}  # the worker each is with, by its key
         self._num_awake = 0  # blocks of `awake`
         self._is_paused = False  # new weights are on their way: workers are sent nothing
@@ -213,7 +219,7 @@ class RolloutManager:
             try:
                 if self._num_awake == 1:
                     self._forgive()
-                    await _all(self._wake(replica) for replica in self.healthy)
+                    await all_of(self._wake(replica) for replica in self.healthy)
             finally:
                 self._lifecycle.release()
             yield
@@ -264,14 +270,9 @@ class RolloutManager:
         for task in [*self._restarts.values(), *watches]:
             task.cancel()
         await self._wait_for_restarts()
-        await _all(replica.end() for replica in self.replicas)
+        await all_of(replica.end() for replica in self.replicas)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # Giving out and taking in
@@ -293,7 +294,7 @@ class RolloutManager:
             for start in range(0, len(own), size):
                 part = {trajectory.number: trajectory for trajectory in own[start : start + size]}
                 cost = self._lengths.expected(group, own[start])
-                heapq.heappush(self._waiting, _Part(call, group, part, cost, next(self._numbers)))
+                self._push(_Part(call, group, part, cost, next(self._numbers)))
         if (error := self._hopeless()) is not None:
             call.fail(error)
         self._dispatch()
@@ -302,14 +303,16 @@ class RolloutManager:
     async def _end(self, call: _Call) -> None:
         """Abort what is left of a call. Does nothing when all is written."""
         self._calls.discard(call)
-        self._waiting = [part for part in self._waiting if part.call is not call]
-        heapq.heapify(self._waiting)
+        kept = [part for part in self._waiting if part.call is not call]
+        self._waiting, self._waiting_tokens = [], 0.0
+        for part in kept:
+            self._push(part)
         for task in call.streams:
             task.cancel()
         if call.streams:
             await asyncio.wait(call.streams, timeout=_ABORT_S)
         for worker in self._workers:
-            worker.parts = {part for part in worker.parts if part.call is not call}
+            worker.keep([part for part in worker.parts if part.call is not call])
             if call in worker.streams.values():
                 self._lose(worker.replica, f"it did not abort what it was writing within {_ABORT_S:g} s")
         self._dispatch()
@@ -321,7 +324,7 @@ class RolloutManager:
             return
         lists: dict[tuple[_Worker, _Call], list[_Part]] = {}
         for worker, part in self._shared_out(workers) if self._window is None else self._chosen(workers, self._window):
-            worker.parts.add(part)
+            worker.add(part)
             lists.setdefault((worker, part.call), []).append(part)
         for (worker, call), parts in lists.items():
             if not worker.streams:
@@ -335,20 +338,21 @@ class RolloutManager:
                 worker.watch = asyncio.create_task(self._watch(worker))
 
     def _shared_out(self, workers: Sequence[_Worker]) -> Iterator[tuple[_Worker, _Part]]:
-        """Everything, in shares of the same size."""
-        parts, self._waiting = sorted(self._waiting, key=lambda part: (part.call.number, part.number)), []
+        """Share everything out, in the order of the groups, in shares of the same size."""
+        parts = sorted(self._waiting, key=lambda part: (part.call.number, part.number))
+        self._waiting, self._waiting_tokens = [], 0.0
         for _, own in itertools.groupby(parts, key=lambda part: part.call):
             for worker, share in zip(workers, split_batch(list(own), len(workers)), strict=True):
                 yield from ((worker, part) for part in share)
 
     def _chosen(self, workers: Sequence[_Worker], window: int) -> Iterator[tuple[_Worker, _Part]]:
-        """Whatever workers have room for, the next part always to the one that has the fewest tokens to write."""
+        """Fill the workers that have room: the next part goes to the one that has the fewest tokens to write."""
         room = {worker: window - worker.num_open for worker in workers}
         load = {worker: worker.num_tokens for worker in workers}
         free = {worker for worker in workers if room[worker] >= max(1, int(window * _LEAST_ROOM))}
         if not free:
             return
-        fair = (sum(part.num_tokens for part in self._waiting) + sum(load.values())) / len(workers)
+        fair = (self._waiting_tokens + sum(load.values())) / len(workers)
         by_key = {worker.key: worker for worker in workers}
         kept = []  # of sessions whose workers have no room
         while self._waiting:
@@ -356,6 +360,7 @@ class RolloutManager:
             if not open_to_more:
                 break
             worker, part = min(open_to_more, key=lambda worker: load[worker]), heapq.heappop(self._waiting)
+            self._waiting_tokens -= part.num_tokens
             if (session := part.group.session) is not None:
                 worker = by_key.get(self._sessions.pop(session, worker.key), worker)
                 self._sessions[session] = worker.key  # those nobody has gone on with for long are forgotten first
@@ -368,7 +373,7 @@ class RolloutManager:
                 free.discard(worker)
             yield worker, part
         for part in kept:
-            heapq.heappush(self._waiting, part)
+            self._push(part)
         for session in list(itertools.islice(self._sessions, max(0, len(self._sessions) - _MOST_SESSIONS))):
             del self._sessions[session]
 
@@ -397,6 +402,8 @@ class RolloutManager:
             if part is None or part not in worker.parts or (own := part.open.pop(came.number, None)) is None:
                 continue
             own.samples, own.counts = came.samples, came.counts
+            worker.num_open -= 1
+            worker.num_tokens -= part.cost
             if not part.open:
                 worker.parts.remove(part)
             if not own.is_finished:  # aborted by no wish of ours: whoever has room goes on with it
@@ -412,6 +419,10 @@ class RolloutManager:
         worker.heard_at = time.monotonic()
         self._dispatch()
 
+    def _push(self, part: _Part) -> None:
+        heapq.heappush(self._waiting, part)
+        self._waiting_tokens += part.num_tokens
+
     def _put_back(self, part: _Part, reason: str) -> None:
         part.num_attempts += 1
         # Every replica may be lost once by no fault of this group; then it looks as if it were the cause.
@@ -423,7 +434,7 @@ class RolloutManager:
                 )
             )
         elif part.call in self._calls:
-            heapq.heappush(self._waiting, part)
+            self._push(part)
 
     async def _watch(self, worker: _Worker) -> None:
         """Find out that a worker does not answer at all, or finishes nothing for too long."""
@@ -453,7 +464,8 @@ class RolloutManager:
                 for task in (*worker.streams, *([] if worker.watch is None else [worker.watch])):
                     if task is not asyncio.current_task():
                         task.cancel()
-                parts, worker.parts = worker.parts, set()
+                parts = worker.parts
+                worker.keep([])
                 for part in parts:
                     self._put_back(part, reason)
         self._start_again(replica)
@@ -520,7 +532,8 @@ class RolloutManager:
 
     async def _give_weights(self, version: int) -> None:
         if self._delivery is None:
-            return await _all(replica.update_weights(version) for replica in self.replicas)
+            await all_of(replica.update_weights(version) for replica in self.replicas)
+            return
         late = [replica for replica in self.replicas if replica.number in self._late]
         self._late.clear()
         failed = await self._delivery.send([*self.healthy, *late], version)
@@ -541,10 +554,10 @@ class RolloutManager:
         """Have replicas fall asleep, unless somebody needs them awake."""
         if self.sleeps and not self._num_awake:
             await self._wait_for_restarts()  # or they would come back awake
-            await _all(self._sleep(own) for own in self.replicas if not own.problem or own.number in self._late)
+            await all_of(self._sleep(own) for own in self.replicas if not own.problem or own.number in self._late)
 
     async def _sleep(self, replica: RolloutReplica) -> None:
-        """Asleep, or ended: in either case it holds none of the device."""
+        """Put a replica to sleep, or end it: in either case it holds none of the device."""
         try:
             await replica.sleep()
         except PracticumError as error:
@@ -556,8 +569,10 @@ class RolloutManager:
             await replica.end()
 
 
-async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all of them, each to its end; then raise the first error."""
-    for error in await asyncio.gather(*coroutines, return_exceptions=True):
-        if error is not None:
+    found = await asyncio.gather(*coroutines, return_exceptions=True)
+    for error in found:
+        if isinstance(error, BaseException):
             raise error
+    return cast(list[T], found)

@@ -82,16 +82,16 @@ class Servers:
     async def exclude(self, server: str, reason: str) -> None:
         if server in self.excluded:
             return
-        log.warning("server %s is left out until it is well and has the newest weights: %s", server, reason)
+        log.warning("server %s is left out until it is healthy and has the newest weights: %s", server, reason)
         self.excluded[server] = reason
         try:
             await self._tell_router(url=server, version=0)
         except ServerFailure as failure:  # its answers say which weights they are from
             log.warning("the router was not told that %s is excluded: %s", server, failure)
 
-    def include(self, server: str, news: str) -> None:
+    def include(self, server: str, remark: str = "") -> None:
         if self.excluded.pop(server, None) is not None:
-            log.warning("server %s is back%s", server, news)
+            log.warning("server %s is back%s", server, remark)
 
     async def set_version(self, servers: Items[str], version: int) -> None:
         """Record that these servers, and no others, have the weights of this version now."""
@@ -133,7 +133,7 @@ class Servers:
             if reason:
                 await self.exclude(server, reason)
             else:
-                self.include(server, "")
+                self.include(server)
 
     async def _health(self, server: str) -> Any:
         try:

@@ -29,7 +29,7 @@ from practicum.errors import PracticumError, RolloutError, WorkerError
 from practicum.models import load_config, load_tokenizer, num_cores
 from practicum.rollout.delivery import TrainerWeights, WeightDelivery
 from practicum.rollout.engines import EngineSettings
-from practicum.rollout.manager import RolloutManager
+from practicum.rollout.manager import RolloutManager, all_of
 from practicum.rollout.replica import RolloutReplica
 from practicum.rollout.worker import RolloutWorker
 
@@ -43,14 +43,14 @@ _SHUT = (401, 403)
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """What replicas need beside their engines."""
+    """Settings of replicas beside those of their engines."""
 
     threads: int | None = None
-    """Of each on CPUs; None divides a machine's cores among its replicas."""
+    """Threads of each replica on CPUs; None divides a machine's cores among its replicas."""
     start_timeout_s: float = 300.0
     call_timeout_s: float = 1800.0
     num_spared: int = 0
-    """standalone: free GPUs that others are going to ask for."""
+    """Free GPUs that others are going to ask for; standalone replicas leave them."""
 
 
 def hybrid_manager(group: WorkerGroup[RolloutWorker], settings: ReplicaSettings) -> RolloutManager:
@@ -72,8 +72,25 @@ async def open_replicas(
     async with AsyncExitStack() as stack:
         pool = stack.enter_context(_places(config, controller, settings))
         num = num_replicas(1 if engine.engine == "openai" else config.replicas, pool, "the rollout engine")
+        on_node = 1 if pool is None else max(pool.sub_pool(range(num)).process_on_nodes)
+        packed = RayClassWithInitArgs(
+            RolloutWorker,
+            engine,
+            agent=config.agent,
+            threads=settings.threads or max(1, num_cores() // on_node),
+            is_partial=config.partial,
+            timeout_s=settings.call_timeout_s,
+        )
+
+        async def start(number: int) -> RolloutReplica:
+            place = None if pool is None else pool.sub_pool([number])
+            times = {"start_timeout_s": settings.start_timeout_s, "timeout_s": settings.call_timeout_s}
+            replica = await RolloutReplica.start(number, place, packed, **times)
+            stack.push_async_callback(replica.end)  # even if another does not start
+            return replica
+
         with _unwrapped():
-            replicas = await _start(stack, num, pool, _packed(config, engine, settings, num, pool), settings)
+            replicas = await all_of(start(number) for number in range(num))
             await weights.open([await replica.where() for replica in replicas])
             vocab_size = min(
                 len(load_tokenizer(engine.model_path)), load_config(engine.model_path).get_text_config().vocab_size
@@ -94,43 +111,6 @@ async def open_replicas(
 def window(config: RolloutConfig) -> int:
     """Return the most answers that one worker has at a time."""
     return config.max_batch + max(1, int(config.max_batch * _WAITING_SHARE.get(config.engine, _FEW_WAIT)))
-
-
-def _packed(
-    config: RolloutConfig, engine: EngineSettings, settings: ReplicaSettings, num: int, pool: RayResourcePool | None
-) -> RayClassWithInitArgs[RolloutWorker]:
-    on_node = 1 if pool is None else max(pool.sub_pool(range(num)).process_on_nodes)
-    return RayClassWithInitArgs(
-        RolloutWorker,
-        engine,
-        agent=config.agent,
-        threads=settings.threads or max(1, num_cores() // on_node),
-        is_partial=config.partial,
-        timeout_s=settings.call_timeout_s,
-    )
-
-
-async def _start(
-    stack: AsyncExitStack,
-    num: int,
-    pool: RayResourcePool | None,
-    packed: RayClassWithInitArgs[RolloutWorker],
-    settings: ReplicaSettings,
-) -> list[RolloutReplica]:
-    """Start all at once; those that are up end with the stack, even if another fails."""
-
-    async def start(number: int) -> RolloutReplica:
-        place = None if pool is None else pool.sub_pool([number])
-        times = {"start_timeout_s": settings.start_timeout_s, "timeout_s": settings.call_timeout_s}
-        replica = await RolloutReplica.start(number, place, packed, **times)
-        stack.push_async_callback(replica.end)
-        return replica
-
-    started = await asyncio.gather(*map(start, range(num)), return_exceptions=True)
-    for error in started:
-        if isinstance(error, BaseException):
-            raise error
-    return [replica for replica in started if isinstance(replica, RolloutReplica)]
 
 
 @contextmanager

@@ -31,10 +31,10 @@ _UNBOUNDED_S = 1e8  # between two lists: the manager knows how long all that a w
 
 
 class RolloutReplica:
-    """`is_own`: its processes are its own. `problem` says why it does not write; empty while it may."""
+    """One engine. `problem` says why it does not write; it is empty while it may."""
 
     def __init__(self, number: int, group: WorkerGroup[RolloutWorker], *, is_own: bool, timeout_s: float) -> None:
-        """`timeout_s` is for what takes its time, such as new weights."""
+        """`is_own`: its processes are its own. `timeout_s` is for what takes its time, such as new weights."""
         self.number = number
         self.is_own = is_own
         self.problem = ""

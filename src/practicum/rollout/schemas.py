@@ -147,9 +147,6 @@ class ChatMessage(Schema):
             call["function"]["arguments"] = json.loads(call["function"].get("arguments", "{}"))
         return message
 
-    def to_message(self, reader: str) -> Message:
-        return Message(self.role, self.text(reader))
-
 
 class FunctionSchema(Schema):
     name: str = Field(min_length=1)
@@ -372,7 +369,7 @@ class ChatRequest(GenerationRequest):
         return self.logprobs
 
     def prompts(self, reader: str) -> list[Prompt]:
-        return [Prompt("0", messages=tuple(message.to_message(reader) for message in self.messages))]
+        return [Prompt("0", messages=tuple(Message(said.role, said.text(reader)) for said in self.messages))]
 
 
 class TokenizeRequest(Request):

@@ -66,7 +66,7 @@ class LogProbModel(nn.Module):
         head = model.get_output_embeddings()
         if head is None:
             raise ModelError(f"{type(model).__name__} has no output layer that could be found: it cannot be trained.")
-        self.is_fast = False  # whether its layers have to be told where sequences end
+        self.is_fast = False  # whether its layers must know where sequences end
         self._plain_head = head if _is_plain(head, model) else None
         head.register_forward_pre_hook(self._select)
 
@@ -116,7 +116,7 @@ class ValueModel(nn.Module):
         if model.base_model is model:
             raise ModelError(f"{type(model).__name__} has no body apart from its head: it cannot be made a critic.")
         self.body = model.base_model
-        self.is_fast = False  # whether its layers have to be told where sequences end
+        self.is_fast = False  # whether its layers must know where sequences end
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)

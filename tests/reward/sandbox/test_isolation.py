@@ -37,11 +37,11 @@ def test_a_box_shows_only_what_it_needs() -> None:
 
 
 def test_a_yard_finds_and_kills_its_descendants() -> None:
-    # In a process of its own: a yard takes its process's orphans.
+    # In a process of its own: a folder takes its process's orphans.
     code = (
         "import os, time\n"
-        "from practicum.reward.sandbox.isolation import Yard\n"
-        "yard = Yard({'folder': '/nowhere'})\n"
+        "from practicum.reward.sandbox.isolation import TrustedFolder\n"
+        "folder = TrustedFolder({'folder': '/nowhere'})\n"
         "r, w = os.pipe()\n"
         "if os.fork() == 0:\n"
         "    os.setsid()\n"
@@ -50,7 +50,7 @@ def test_a_yard_finds_and_kills_its_descendants() -> None:
         "        time.sleep(60)\n"
         "    os._exit(0)\n"
         "os.read(r, 1)\n"
-        "yard.kill_all()\n"
+        "folder.kill_all()\n"
         "print(os.waitstatus_to_exitcode(os.wait()[1]), os.waitstatus_to_exitcode(os.wait()[1]))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)

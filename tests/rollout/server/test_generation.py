@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 
 from practicum.models import load_model, load_tokenizer
 from practicum.rollout.engines import EngineSettings
+from practicum.rollout.schemas import CompletionRequest
 from practicum.rollout.server import generation_service
 from tests.rollout.server.fakes import WAIT_S, Served, StepEngine
 from tests.rollout.server.models import ask, ask_all, save_classifier
@@ -439,3 +442,19 @@ def test_an_engine_that_has_been_closed_takes_nothing(steps: tuple[StepEngine, s
     engine._is_closed = True
     status, told = ask(url, "/v1/completions", {"prompt": "1"})
     assert (status, told["error"]["message"]) == (503, "the engine has been closed.")
+
+
+def test_a_client_that_reads_slowly_does_not_hold_up_new_weights(tiny_model: Path) -> None:
+    async def run() -> int:
+        engine = StepEngine()
+        service = engine.service(tiny_model)
+        await service.wake(WAIT_S)
+        asked = service._read(CompletionRequest, b'{"prompt": "1", "max_tokens": 3, "stream": true}')
+        engine._add_steps(3)
+        async with aclosing(service._events(asked)) as events:
+            await anext(events)
+            async with engine.exclusive(timeout_s=WAIT_S):
+                pass
+            return len([event async for event in events])
+
+    assert asyncio.run(run()) == 3  # two tokens, and the end

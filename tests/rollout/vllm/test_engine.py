@@ -205,7 +205,7 @@ def test_a_replica_whose_new_weights_are_wrong_never_writes(tmp_path: Path, monk
 
     async def work() -> None:
         from practicum.rollout.placement import open_replicas
-        from tests.rollout.writers import ModelWeights
+        from tests.rollout.replicas import ModelWeights
 
         controller = Controller(None, 300.0, 300.0)
         async with open_replicas(config, controller, settings, ModelWeights(path)) as manager:

@@ -44,7 +44,7 @@ GRADERS: dict[str, type[Grader]] = {
 
 
 def make_grader(name: str, options: Mapping[str, Any], where: str) -> Grader:
-    """The grader of this name. `where` is the config key it stands under; errors begin with it."""
+    """Make the grader of this name. `where` is the config key it stands under; errors begin with it."""
     if name not in GRADERS:
         near = _did_you_mean(name, GRADERS)
         raise RewardError(f"{where}: there is no grader {name!r};{near} the graders are: {', '.join(GRADERS)}.")
@@ -55,7 +55,7 @@ def make_grader(name: str, options: Mapping[str, Any], where: str) -> Grader:
 
 
 def option_names(grader: type[Grader]) -> list[str]:
-    """As they are written in the config."""
+    """Return the names as they are written in the config."""
     return [field.alias or name for name, field in grader.model_fields.items()]
 
 

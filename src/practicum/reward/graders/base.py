@@ -31,7 +31,7 @@ class Grader(Section):
         """
 
     def longest_s(self) -> float | None:
-        """What a sample may take by the grader's own options; None if they set no bound."""
+        """Return what a sample may take by the grader's own options; None if they set no bound."""
         return None
 
     def prepare(self) -> None:

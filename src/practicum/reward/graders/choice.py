@@ -101,7 +101,7 @@ def chosen_letter(text: str, letters: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Without markup, and with single spaces and line ends only: the patterns then cannot backtrack far."""
+    """Remove markup, and leave single spaces and line ends only: the patterns then cannot backtrack far."""
     text = _ORNAMENT.sub("", _ANNOUNCEMENT.sub("\nanswer: ", text))
     return re.sub(r"\s*\n\s*", "\n", re.sub(r"[^\S\n]+", " ", text)).strip()
 

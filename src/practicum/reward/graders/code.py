@@ -121,7 +121,7 @@ class Code(IsolatedGrader):
         return Score(value, parts={"passed": float(passed), "total": float(total)})
 
     def results(self, source: str, tests: Tests) -> Iterator[bool]:
-        """Whether each test passed, up to the first that did not where that settles the score."""
+        """Yield whether each test passed, up to the first that did not where that settles the score."""
         files: dict[str, str | bytes] = {"answer.py": source.encode(errors="replace")}
         argv = ["answer.py"]
         if tests.harness is not None:
@@ -145,14 +145,15 @@ def harness_code(name: str) -> bytes:
 
 
 def last_block(text: str) -> str:
-    """The last fenced block, of those that say they are Python if any do; one left open reaches to the end."""
+    """Return the last fenced block, of those that say they are Python if any do; one left open reaches to the end."""
     blocks: list[tuple[str, str]] = FENCE.findall(text)
     marked = [code for language, code in blocks if language.strip().lower() in ("python", "py", "python3")]
     return marked[-1] if marked else blocks[-1][1] if blocks else text
 
 
 def read_tests(truth: Any, tolerance: float, tests: Literal["apart", "together"] = "apart") -> Tests:
-    """ValueError, in words for whoever wrote the data, when the ground truth is none of the known forms."""
+    """Read the tests. Raises ValueError, in words for whoever wrote the data, when the ground truth is none of the
+    known forms."""
     if isinstance(truth, str) and truth.lstrip()[:1] in ("[", "{"):
         with contextlib.suppress(json.JSONDecodeError):
             truth = json.loads(truth)
@@ -195,7 +196,7 @@ def check_block(index: int, block: str) -> None:
 
 
 def refuse_what_cannot_cross(index: int, block: str, source: str) -> None:
-    """Raises UnusableTest if a failed test may have failed because it was run apart from the answer."""
+    """Raise UnusableTest if a failed test may have failed because it was run apart from the answer."""
     try:
         answer = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -213,7 +214,7 @@ def refuse_what_cannot_cross(index: int, block: str, source: str) -> None:
 
 
 def odd_use(test: ast.AST, classes: set[str]) -> str | None:
-    """A class of the answer that the test does more with than make an object and ask that for something."""
+    """Return a class of the answer that the test does more with than make an object and ask that for something."""
     for parent in ast.walk(test):
         for child in ast.iter_child_nodes(parent):
             if isinstance(child, ast.Call) and isinstance(child.func, ast.Name) and child.func.id in classes:
@@ -261,7 +262,7 @@ def as_text(key: str, index: int, item: Any) -> str:
 
 
 def as_arguments(index: int, item: Any) -> list[Any]:
-    """A list of arguments, or text with the JSON of one argument on each line."""
+    """Read a list of arguments, or text with the JSON of one argument on each line."""
     if isinstance(item, list):
         return item
     try:
@@ -278,7 +279,7 @@ def from_json(item: Any) -> Any:
 
 
 def printed(outcome: Outcome, expected: str, tolerance: float) -> bool:
-    """White space at the end of lines and of the output does not count."""
+    """Compare outputs. White space at the end of lines and of the output does not count."""
     if not outcome.succeeded:
         return False
     lines, wanted = (
@@ -306,7 +307,7 @@ def word_near(word: str, wanted: str, tolerance: float) -> bool:
 
 
 def returned(outcome: Outcome, expected: Any, tolerance: float) -> bool:
-    """Data sets of this form wrap some results in a list of one; both are taken."""
+    """Compare results. Data sets of this form wrap some results in a list of one; both are taken."""
     if not outcome.succeeded:
         return False
     try:

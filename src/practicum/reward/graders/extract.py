@@ -15,12 +15,12 @@ TRUTH_MARKER = "####"  # before the result in worked solutions, as in GSM8K
 
 
 def is_number(value: Any) -> bool:
-    """A finite number; True and False are none."""
+    """Return whether it is a finite number; True and False are none."""
     return isinstance(value, Real | Decimal) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def ground_truths(prompt: Prompt, grader: str) -> tuple[Any, ...]:
-    """The accepted strings and numbers: the ground truth itself, or the members of a list of them.
+    """Return the accepted strings and numbers: the ground truth itself, or the members of a list of them.
 
     Raises a ValueError that says what is wrong with it.
     """
@@ -35,12 +35,13 @@ def ground_truths(prompt: Prompt, grader: str) -> tuple[Any, ...]:
 
 
 def answer_text(sample: Sample) -> str:
-    """What a sample says after its thinking: the text behind the last </think>, or all of it where there is none."""
+    """Return what a sample says after its thinking: the text behind the last </think>, or all of it where there is
+    none."""
     return sample.text.rpartition("</think>")[2]
 
 
 def boxed(text: str) -> Iterator[str]:
-    r"""What stands in each closed \boxed{...} of a text, from the last to the first."""
+    r"""Yield what stands in each closed \boxed{...} of a text, from the last to the first."""
     end = len(text)
     while (start := text.rfind(r"\boxed{", 0, end)) >= 0:
         opened = text.index("{", start)

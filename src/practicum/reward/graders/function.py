@@ -32,7 +32,7 @@ _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 class FunctionShape(Section):
-    """What the signature of a function says of how to call it."""
+    """How to call a function, as its signature says."""
 
     is_async: bool
     """Whether it is a coroutine function."""
@@ -53,7 +53,7 @@ class RewardFunction:
     shape: FunctionShape
 
     def call(self, given: Sample | list[Sample]) -> Any:
-        """What the function returns: a value, as many values as samples, or a coroutine of either."""
+        """Return what the function returns: a value, as many values as samples, or a coroutine of either."""
         if self.shape.fields:
             assert isinstance(given, Sample)
             fields = _fields(given)
@@ -86,7 +86,7 @@ class UserFunction(Grader):
         return self._scores(await self.loaded().call(samples), len(samples))
 
     def _scores(self, values: Any, expected: int) -> list[Score]:
-        """One unusable value costs its own sample, a wrong number of them all."""
+        """Read the values. One unusable value costs its own sample, a wrong number of them all."""
         values = list(values)
         if len(values) != expected:
             raise ValueError(f"returned {len(values)} scores for {expected} samples")
@@ -94,7 +94,7 @@ class UserFunction(Grader):
 
 
 def source_of(function: Callable[..., Any]) -> str:
-    """Of the file it is written in."""
+    """Hash the file it is written in."""
     function = inspect.unwrap(function)
     if isinstance(function, functools.partial):
         function = function.func
@@ -146,7 +146,7 @@ def _checked(spec: str, function: Callable[..., Any]) -> RewardFunction:
 
 
 def _verl_fields(signature: inspect.Signature) -> tuple[str, ...]:
-    """Those it takes, if it is written for verl."""
+    """Return the fields it takes, if it is written for verl."""
     names = set(signature.parameters)
     if not names >= {"solution_str", "ground_truth"}:
         return ()

@@ -121,7 +121,7 @@ class Judge(RemoteGrader):
         return self.decide(said)
 
     def decide(self, said: list[str]) -> Score:
-        """From what the judge said, once per vote."""
+        """Make a score of what the judge said, once per vote."""
         votes = [vote for text in said if (vote := self._vote(text)) is not None]
         if len(votes) < self.min_votes:
             shown = said[0][-200:] if said else ""

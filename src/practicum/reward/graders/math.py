@@ -49,7 +49,8 @@ class Math(IsolatedGrader):
 
 
 def _is_equivalent(truths: list[Any], answer: list[Any]) -> bool:
-    """What SymPy cannot compare counts as different, as math-verify has it; running out of memory is no judgement."""
+    """Compare two answers. What SymPy cannot compare counts as different, as math-verify has it; running out of memory
+    is no judgement."""
     from math_verify import verify
 
     try:
@@ -81,7 +82,7 @@ def _truth_texts(prompt: Prompt) -> list[str]:
 
 
 def _digits(number: Any) -> str:
-    """All digits: in LaTeX, 1e-07 would be a product with Euler's number."""
+    """Write all digits: in LaTeX, 1e-07 would be a product with Euler's number."""
     return f"{Decimal(str(number)):f}"
 
 

@@ -114,7 +114,7 @@ class Numeric(Rule):
 
 
 def last_number(text: str) -> Number | None:
-    """The last number in a text; None where there is none, or where it is only part of an expression."""
+    """Return the last number in a text; None where there is none, or where it is only part of an expression."""
     text = _tidy(text)
     match = None
     for match in _NUMBER.finditer(text):  # noqa: B007

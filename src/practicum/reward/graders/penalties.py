@@ -57,7 +57,7 @@ class Repetition(Rule):
 
 
 def repeated_share(units: NDArray[np.int32], n: int) -> float:
-    """Share of the n-grams in a row of units that are equal to an earlier one."""
+    """Return the share of the n-grams in a row of units that are equal to an earlier one."""
     total = len(units) - n + 1
     if total < 1:
         return 0.0

@@ -18,7 +18,8 @@ _STOP_S = 5.0
 
 
 def probe_function(spec: str, timeout_s: float = _IMPORT_S) -> FunctionShape:
-    """The signature of `path/to/file.py:name` or `package.module:name`, found out in a process that is thrown away.
+    """Return the signature of `path/to/file.py:name` or `package.module:name`, found out in a process that is thrown
+    away.
 
     Raises RewardError if there is no such function, or it cannot be called with a sample.
     """
@@ -31,7 +32,7 @@ def probe_function(spec: str, timeout_s: float = _IMPORT_S) -> FunctionShape:
 
 @functools.lru_cache(maxsize=64)
 def _probed(spec: str, changed_ns: int, folder: str, timeout_s: float) -> FunctionShape:
-    """Asked once for each state of the file."""
+    """Ask once for each state of the file."""
     told, telling = os.pipe()
     try:
         process = subprocess.Popen(
@@ -62,7 +63,7 @@ def _probed(spec: str, changed_ns: int, folder: str, timeout_s: float) -> Functi
 
 
 def _read(fd: int, deadline: float) -> bytes | None:
-    """Until the other side closes it; None if that takes too long."""
+    """Read until the other side closes it; None if that takes too long."""
     words = b""
     while wait([fd], max(0.0, deadline - time.monotonic())):  # select refuses descriptors from 1024 on
         data = os.read(fd, 1 << 16)

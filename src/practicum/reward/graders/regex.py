@@ -90,6 +90,6 @@ class Regex(IsolatedGrader):
 
 
 def _captured(match: re.Match[str]) -> str | None:
-    """None where the group is in a part of the pattern that was not needed."""
+    """Return the captured text; None where the group is in a part of the pattern that was not needed."""
     text: str | None = match["answer"] if "answer" in match.re.groupindex else match[1]
     return text

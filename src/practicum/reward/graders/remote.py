@@ -80,7 +80,7 @@ class RemoteGrader(Grader):
 
 
 def _path(url: str) -> str:
-    """With the query, if there is one; nothing for the address of a whole server."""
+    """Return the path with the query, if there is one; nothing for the address of a whole server."""
     parts = urlsplit(url)
     path = "" if parts.path == "/" else parts.path
     return f"{path or '/'}?{parts.query}" if parts.query else path
@@ -93,7 +93,7 @@ def conversation(prompt: Prompt) -> list[dict[str, str]]:
 
 
 def question_text(sample: Sample) -> str:
-    """What was asked, as plain text."""
+    """Return what was asked, as plain text."""
     prompt = sample.prompt
     if prompt.messages is None:
         return prompt.text or ""

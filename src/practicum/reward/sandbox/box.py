@@ -165,7 +165,7 @@ def checked(name: str) -> str:
 
 
 def request(limits: Limits, packages: bool, folder: str | None) -> dict[str, Any]:
-    """What the launcher needs to know, but for the program. Without a folder of the machine it makes a box."""
+    """Return what the launcher needs to know, but for the program. Without a folder of the machine it makes a box."""
     plan = layout.plan(packages)
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # threads count as processes
@@ -191,7 +191,7 @@ def request(limits: Limits, packages: bool, folder: str | None) -> dict[str, Any
 
 @contextlib.contextmanager
 def launch(spec: dict[str, Any]) -> Generator[subprocess.Popen[bytes]]:
-    """A running launcher. When left, it and all that it started are gone."""
+    """Open a running launcher. When left, it and all that it started are gone."""
     lifeline_r, lifeline_w = os.pipe()
     try:
         # A file in memory: nothing can block on it, and it needs no name.
@@ -263,7 +263,7 @@ def read_exactly(launcher: subprocess.Popen[bytes], size: int, deadline: float) 
 
 @cache
 def isolation_problem() -> str | None:
-    """Why programs cannot be isolated on this machine, found out by running one; None where they can."""
+    """Return why programs cannot be isolated on this machine, found out by running one; None where they can."""
     if platform.system() != "Linux":
         return f"{platform.system()} has no namespaces"
     if platform.machine() not in syscalls.AUDIT_ARCH:

@@ -58,7 +58,7 @@ def write_file(path: str, text: str, folder: int | None = None) -> None:
 
 
 def read_text(path: str, folder: int | None = None) -> bytes:
-    """Empty when the process it is about is gone."""
+    """Read a small file; nothing when the process it is about is gone."""
     try:
         fd = os.open(path, os.O_RDONLY, dir_fd=folder)
     except OSError:
@@ -98,14 +98,15 @@ Spec = dict[str, Any]
 
 
 def map_identity(uid: int, gid: int, proc: int) -> None:
-    """In a new user namespace everybody is nobody, and the caller is called nobody too."""
+    """Map the identity. In a new user namespace everybody is nobody, and the caller is called nobody too."""
     write_file("self/setgroups", "deny", proc)
     write_file("self/uid_map", f"{NOBODY} {uid} 1", proc)
     write_file("self/gid_map", f"{NOBODY} {gid} 1", proc)
 
 
 def enter_namespaces() -> bool:
-    """Whether B keeps root over its mounts. Root needs no user namespace for them; C gets one with its identity."""
+    """Return whether B keeps root over its mounts. Root needs no user namespace for them; C gets one with its
+    identity."""
     flags = CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
     uid, gid = os.getuid(), os.getgid()
     if uid == 0 and libc.unshare(flags) == 0:
@@ -179,7 +180,8 @@ class Box:
         return WORK
 
     def drop(self) -> None:
-        """In C, before exec. A process that is not root in its namespace loses all capabilities by exec."""
+        """Drop all rights in C, before exec. A process that is not root in its namespace loses all capabilities by
+        exec."""
         write_file("self/oom_score_adj", "1000", self.proc)
         if self.root:
             os.setgroups([])
@@ -194,14 +196,14 @@ class Box:
         install_filter(self.spec["filter"])
 
     def memory(self) -> int:
-        """Bytes of all processes of the box but this one. Shared pages count for each that has them."""
+        """Return the bytes of all processes of the box but this one. Shared pages count for each that has them."""
         return sum(memory_of(f"{name}/status", self.proc) for name in os.listdir(self.proc) if name.isdigit())
 
     def kill_all(self) -> None:
         os.kill(-1, SIGKILL)  # one call reaches every process of the box but this one, those being forked too
 
 
-class Yard:
+class TrustedFolder:
     """Runs cases of trusted code without namespaces: this process collects its orphans, and kills what it can find."""
 
     def __init__(self, spec: Spec) -> None:

@@ -43,7 +43,8 @@ TESTS = "tests"  # module name of classes that a test defines
 
 
 class Unusable(BaseException):
-    """The test wants to hand over something that cannot be. No `except Exception` of a test may swallow it."""
+    """Raised where a test wants to hand over something that cannot be. No `except Exception` of a test may swallow
+    it."""
 
 
 class Handle:
@@ -185,7 +186,8 @@ class Peer:
         raise AssertionError(what)
 
     def may(self, what: str, target: Any, *rest: Any) -> bool:
-        """Whether the answer may do this to something of the test's. Frames and globals must stay out of reach."""
+        """Return whether the answer may do this to something of the test's. Frames and globals must stay out of
+        reach."""
         if what == "operator":
             return target in ("iter", "next", "len", "getitem", "eq", "bool", "lt")
         public = what == "call" or not str(rest[0]).startswith("_")
@@ -273,12 +275,12 @@ def make_array(items: Any, dtype: str) -> Any:
 
 
 def of_tests(value: Any) -> bool:
-    """A class that the test defines, or an object of one."""
+    """Return whether it is a class that the test defines, or an object of one."""
     return (value if isinstance(value, type) else type(value)).__module__ == TESTS
 
 
 def exception_like(names: list[str], message: str) -> BaseException:
-    """The nearest exception every Python has, for `except` in a test."""
+    """Make the nearest exception every Python has, for `except` in a test."""
     kinds = (getattr(builtins, name, None) for name in names)
     found = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception)), RuntimeError)
     return found(message)

@@ -29,7 +29,7 @@ from practicum.reward.sandbox.isolation import (
     SIGKILL,
     Box,
     Spec,
-    Yard,
+    TrustedFolder,
     build_root,
     enter_namespaces,
     libc,
@@ -46,7 +46,7 @@ def reply(*message: Any) -> None:
         data = data[os.write(1, data) :]
 
 
-def become_program(place: Box | Yard, folder: str, stdio: tuple[int, int, int]) -> None:
+def become_program(place: Box | TrustedFolder, folder: str, stdio: tuple[int, int, int]) -> None:
     limits = place.spec["limits"]
     for target, fd in enumerate(stdio):
         os.dup2(fd, target)
@@ -69,7 +69,7 @@ def become_program(place: Box | Yard, folder: str, stdio: tuple[int, int, int]) 
     os.execve(place.spec["argv"][0], place.spec["argv"], environment | {"HOME": folder})
 
 
-def start(place: Box | Yard, folder: str) -> tuple[int, int, int, int]:
+def start(place: Box | TrustedFolder, folder: str) -> tuple[int, int, int, int]:
     """Start C. Returns its pid and the ends of its standard input, output and error."""
     (in_r, in_w), (out_r, out_w), (err_r, err_w), (failed_r, failed_w) = (os.pipe() for _ in range(4))
     pid = os.fork()
@@ -93,7 +93,7 @@ def start(place: Box | Yard, folder: str) -> tuple[int, int, int, int]:
 class Case:
     """One run of the program: feeds its input, keeps its output, and stops it at the first limit it meets."""
 
-    def __init__(self, place: Box | Yard, lifeline: int, stdin: bytes) -> None:
+    def __init__(self, place: Box | TrustedFolder, lifeline: int, stdin: bytes) -> None:
         self.place, self.limits, self.lifeline, self.stdin = place, place.spec["limits"], lifeline, memoryview(stdin)
         self.stopped: str | None = None
         self.status: tuple[int, float] | None = None  # wait status, CPU seconds
@@ -146,7 +146,7 @@ class Case:
             os.close(ended)
 
     def feed(self) -> bool:
-        """Whether there is more to come."""
+        """Write input. Return whether there is more to come."""
         try:
             self.stdin = self.stdin[os.write(self.in_w, self.stdin) :] if self.stdin else self.stdin
         except BlockingIOError:
@@ -159,7 +159,7 @@ class Case:
         return bool(self.stdin)
 
     def keep(self, fd: int) -> bool:
-        """Whether there may be more to read now."""
+        """Read output. Return whether there may be more now."""
         try:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
@@ -203,7 +203,7 @@ class Case:
         return ("signalled", -code) if code < 0 else ("exited", code)
 
 
-def run_cases(place: Box | Yard, lifeline: int) -> None:
+def run_cases(place: Box | TrustedFolder, lifeline: int) -> None:
     for stdin in place.spec["stdins"]:
         case = Case(place, lifeline, stdin)
         outcome = case.run()
@@ -218,7 +218,7 @@ def main(spec: Spec) -> None:
     libc.signal(SIGCHLD, None)  # a caller that ignores it has handed that down, and there would be nothing to wait for
     try:
         if spec["folder"] is not None:
-            run_cases(Yard(spec), lifeline)
+            run_cases(TrustedFolder(spec), lifeline)
         else:
             run_in_box(spec, lifeline)
     except Exception as error:

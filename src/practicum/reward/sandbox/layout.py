@@ -23,13 +23,13 @@ class Layout:
 
 
 def interpreter() -> str:
-    """The Python that runs this, without its virtual environment."""
+    """Return the Python that runs this, without its virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 @cache
 def plan(packages: bool) -> Layout:
-    """What to bind where. `packages` adds this environment's site-packages, as `/packages`."""
+    """Plan what to bind where. `packages` adds this environment's site-packages, as `/packages`."""
     layout = Layout(interpreter(), os.path.realpath(sysconfig.get_path("platlib")))
     prefixes = {os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.base_exec_prefix)}
     folders = [f"{prefix}/{name}" for prefix in sorted(prefixes) for name in ("lib", "lib64")]
@@ -56,7 +56,7 @@ def add(layout: Layout, path: str) -> None:
 
 
 def third_party(layout: Layout) -> set[str]:
-    """Folders with packages that are not part of the standard library, within what is bound."""
+    """Return folders with packages that are not part of the standard library, within what is bound."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     found = {
         f"{folder}/{python}/{name}"

@@ -86,7 +86,7 @@ NUMBER, ARCH, ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 
 
 def build_filter(machine: str) -> bytes:
-    """The instructions, ready for `prctl(PR_SET_SECCOMP)`, on a machine as `platform.machine()` names it."""
+    """Return the instructions, ready for `prctl(PR_SET_SECCOMP)`, on a machine as `platform.machine()` names it."""
     which = list(AUDIT_ARCH).index(machine)
     code = [(LOAD, 0, 0, ARCH), (JUMP_EQUAL, 1, 0, AUDIT_ARCH[machine]), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
     if machine == "x86_64":
@@ -108,7 +108,7 @@ def build_filter(machine: str) -> bytes:
 def on_argument(
     number: int, argument: int, test: list[tuple[int, int, int, int]], error: int
 ) -> list[tuple[int, int, int, int]]:
-    """For one call: refuse with `error` where `test` falls through, allow where it jumps one ahead."""
+    """Check one call: refuse with `error` where `test` falls through, allow where it jumps one ahead."""
     load = (LOAD, 0, 0, ARGUMENTS + 8 * argument)
     body = [load, *test, (RETURN, 0, 0, ERROR | error), (RETURN, 0, 0, ALLOW)]
     return [(JUMP_EQUAL, 0, len(body), number), *body]

@@ -120,9 +120,9 @@ class Conversations:
                 yield whole
             self._running.update(conversations)
             # The first turns in one batch: what an engine reads together is then no matter of chance.
-            first = {turn: one.first for one in conversations if (turn := one.begin()) is not None}
+            first = {turn: c.first for c in conversations if (turn := c.begin()) is not None}
             work = [*map(self._run, conversations), self._write_first(first)]
-            tasks: list[asyncio.Task[_Conversation | None]] = [asyncio.create_task(one) for one in work]
+            tasks: list[asyncio.Task[_Conversation | None]] = [asyncio.create_task(coroutine) for coroutine in work]
             for task in tasks:
                 task.add_done_callback(ended.put_nowait)
             try:

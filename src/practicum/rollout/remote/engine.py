@@ -164,7 +164,7 @@ class RemoteRollout(BaseRollout):
         return await asyncio.gather(*map(self._score, sequences))
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        with tempfile.TemporaryDirectory(prefix="practicum-weights-", dir=self._exchange_dir) as folder:
+        with tempfile.TemporaryDirectory(prefix="practicum-model-", dir=self._exchange_dir) as folder:
 
             def write(place: Path) -> None:
                 if self._adapters is None:

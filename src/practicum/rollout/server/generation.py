@@ -163,14 +163,13 @@ class GenerationService(Service):
             except RolloutError as error:
                 raise BadRequest(str(error)) from error
         self.metrics.add_tokens(asked.num_prompt_tokens)
-        async with self._engine.writing():
-            if asked.request.stream:
-                return await self._stream(request, asked)
-            samples: dict[int, Sample] = {}
-            async with aclosing(self._events(asked)) as events:
-                async for event in events:
-                    if event.sample is not None:
-                        samples[event.index] = event.sample
+        if asked.request.stream:
+            return await self._stream(request, asked)
+        samples: dict[int, Sample] = {}
+        async with aclosing(self._events(asked)) as events:
+            async for event in events:
+                if event.sample is not None:
+                    samples[event.index] = event.sample
         self.metrics.add_tokens(0, sum(len(sample.token_ids) for sample in samples.values()))
         reply = await self.in_encoder(self._reply, asked, [samples[index] for index in sorted(samples)])
         return web.Response(body=reply, content_type="application/json")
@@ -212,7 +211,8 @@ class GenerationService(Service):
 
         async def write() -> None:
             index = {sequence: number for number, sequence in enumerate(sequences)}
-            async with aclosing(self._engine.written(sequences)) as written:
+            # Held while the engine writes, not for as long as a client takes to read: new weights wait for it.
+            async with self._engine.writing(), aclosing(self._engine.written(sequences)) as written:
                 async for some in written:
                     for sequence, sample in some:
                         if sample.finish_reason == "abort":

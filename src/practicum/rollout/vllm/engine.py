@@ -221,14 +221,14 @@ class VllmRollout(RemoteRollout):
         # Our worker goes by another name there, where Practicum is not installed.
         extension = {"worker_extension_cls": f"{_MODULE}.{worker.PracticumWorker.__name__}"}
         server = {"host": "127.0.0.1", "port": int(self._url.rsplit(":", 1)[1])}
-        words = arguments(settings | server | extension)
+        flags = arguments(settings | server | extension)
         paths = [str(self._folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         more = {
             "PYTHONPATH": os.pathsep.join(paths),
             "VLLM_SERVER_DEV_MODE": "1",  # for sleep and new weights; the server listens to this machine only
         }
         return ChildServer(
-            [python, "-m", "vllm.entrypoints.openai.api_server", *words],
+            [python, "-m", "vllm.entrypoints.openai.api_server", *flags],
             log=self._folder / "vllm.log",
             environment=dict(os.environ) | environment | more,
         )
@@ -303,18 +303,18 @@ def decode_routes(packed: str | NDArray[Any], routers: RouterShape, num_tokens: 
 
 def arguments(settings: Mapping[str, Any]) -> list[str]:
     """Return settings as they are written on vLLM's command line."""
-    words: list[str] = []
+    flags: list[str] = []
     for name, value in settings.items():
         flag = name.replace("_", "-")
         if value is True or value is False:
-            words.append(f"--{flag}" if value else f"--no-{flag}")
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
         elif isinstance(value, Mapping):
-            words += [f"--{flag}", json.dumps(dict(value))]
+            flags += [f"--{flag}", json.dumps(dict(value))]
         elif isinstance(value, list | tuple):
-            words += [f"--{flag}", *map(str, value)]
+            flags += [f"--{flag}", *map(str, value)]
         elif value is not None:
-            words += [f"--{flag}", str(value)]
-    return words
+            flags += [f"--{flag}", str(value)]
+    return flags
 
 
 def check_installed(python: str | None, *, in_process: bool = False) -> None:

@@ -230,13 +230,16 @@ INLINE long at_token(const int64_t *table, uint64_t token, long head, long heads
     return at_place(table[token / BLOCK] * BLOCK + token % BLOCK, head, heads);
 }
 
+/* How many of the next tokens lie one after the other. */
+INLINE long run_from(uint64_t token, long num) { return least(num, BLOCK - token % BLOCK); }
+
 /* out [width]: the values of tokens from `first` on, weighed. */
 INLINE void weigh(const float *weights, const float *values, const int64_t *table, long head, long heads, long first,
                   long num, long width, float *out) {
     for (long at = 0; at < width; at += 4 * LANES) {
         vec sums[4] = {0};
         for (long done = 0, run; done < num; done += run) {
-            run = least(num - done, BLOCK - (first + done) % BLOCK);
+            run = run_from(first + done, num - done);
             const float *own = values + at_token(table, first + done, head, heads) * width + at;
             if (at + 4 * LANES <= width) {
                 for (long i = 0; i < run; i++)
@@ -317,15 +320,21 @@ void attend(const float *query, const float *keys, const float *values, const in
         float *own = scores + omp_get_thread_num() * group * longest;
         Rows queries = {query + task * group * width, 0, 1, width};
         for (long q = 0; q < group; q += ROWS)
-            for (long k = 0; k < num; k += COLS) {
-                const float *x[ROWS], *columns[COLS];
-                float sums[TILE];
-                long num_queries = choose_rows(x, queries, q, group), num_keys = least(COLS, num - k);
-                for (int i = 0; i < COLS; i++)
-                    columns[i] = keys + at_token(table, first + k + (i < num_keys ? i : 0), head, key_heads) * width;
-                tile(x, columns, width, sums);
-                for (long i = 0; i < num_queries; i++)
-                    for (long j = 0; j < num_keys; j++) own[(q + i) * longest + k + j] = sums[i * COLS + j] * scaling;
+            for (long done = 0, run; done < num; done += run) {
+                run = run_from(first + done, num - done);
+                const float *block = keys + at_token(table, first + done, head, key_heads) * width;
+                long next = least(first + done + BLOCK, end - 1);
+                long ahead = keys + at_token(table, next, head, key_heads) * width - block;
+                for (long k = 0; k < run; k += COLS) {
+                    const float *x[ROWS], *columns[COLS];
+                    float sums[TILE];
+                    long num_queries = choose_rows(x, queries, q, group);
+                    long num_keys = choose_columns(columns, block, width, k, run);
+                    tile_of(x, columns, width, ahead, sums);
+                    for (long i = 0; i < num_queries; i++)
+                        for (long j = 0; j < num_keys; j++)
+                            own[(q + i) * longest + done + k + j] = sums[i * COLS + j] * scaling;
+                }
             }
         for (long q = 0; q < group; q++) {
             softmax(own + q * longest, num);

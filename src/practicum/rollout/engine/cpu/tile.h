@@ -88,12 +88,12 @@ INLINE vec exponential(vec x) {
 
 /* ---- products ---- */
 
-INLINE void add_products(vec *sums, const float *const *x, const float *const *w, long at, long num) {
+INLINE void add_products(vec *sums, const float *const *x, const float *const *w, long ahead, long at, long num) {
     vec columns[COLS];
 #pragma GCC unroll 4
     for (int c = 0; c < COLS; c++) {
         columns[c] = load_up_to(w[c] + at, num);
-        __builtin_prefetch(w[c] + at + NEAR_FLOATS, 0, 2); /* without it, weights come at half the memory's pace */
+        __builtin_prefetch(w[c] + at + ahead, 0, 2); /* without it, weights come at half the memory's pace */
         KEEP_IN_REGISTER(columns[c]);
     }
 #pragma GCC unroll 4
@@ -105,12 +105,12 @@ INLINE void add_products(vec *sums, const float *const *x, const float *const *w
     }
 }
 
-/* out [ROWS, COLS]: each of the rows with each of the columns. */
-INLINE void tile(const float *const *x, const float *const *w, long width, float *out) {
+/* out [ROWS, COLS]: each of the rows with each of the columns. The columns that come later are so far ahead. */
+INLINE void tile_of(const float *const *x, const float *const *w, long width, long ahead, float *out) {
     vec sums[TILE] = {0};
     long at = 0;
-    for (; at + LANES <= width; at += LANES) add_products(sums, x, w, at, LANES);
-    if (at < width) add_products(sums, x, w, at, width - at);
+    for (; at + LANES <= width; at += LANES) add_products(sums, x, w, ahead, at, LANES);
+    if (at < width) add_products(sums, x, w, ahead, at, width - at);
     int num = TILE;
 #pragma GCC unroll 4
     for (int lanes = LANES; lanes > 1; lanes /= 2, num /= 2)
@@ -120,4 +120,8 @@ INLINE void tile(const float *const *x, const float *const *w, long width, float
                           __builtin_shufflevector(sums[i], sums[i + 1], ODD);
 #pragma GCC unroll 4
     for (int i = 0; i < TILE / LANES; i++) store(out + i * LANES, sums[i]);
+}
+
+INLINE void tile(const float *const *x, const float *const *w, long width, float *out) {
+    tile_of(x, w, width, NEAR_FLOATS, out);
 }

@@ -39,12 +39,7 @@ _OF_WORKERS: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str
     (CounterMetricFamily, "ejections", "Times it was ejected.", lambda one: one.num_ejections),
     (CounterMetricFamily, "seconds", "Its responses took.", lambda one: one.seconds),
     (GaugeMetricFamily, "in_flight", "Requests it has.", lambda one: len(one.in_flight)),
-    (
-        GaugeMetricFamily,
-        "seconds_per_cost",
-        "Seconds that a unit of cost takes it.",
-        lambda one: one.estimate.seconds_per_cost,
-    ),
+    (GaugeMetricFamily, "seconds_per_cost", "A unit of cost takes it.", lambda one: one.estimate.seconds_per_cost),
     (GaugeMetricFamily, "slots", "Requests it works on at once.", lambda one: one.estimate.slots),
 )
 

@@ -140,7 +140,6 @@ class BaseRollout(ABC):
 
     def generate_all(self, groups: Items[PromptGroup]) -> list[PromptGroup]:
         """Write all groups and return them in their order, for callers without an event loop."""
-        from practicum.controller.loop import run_sync
 
         async def generated() -> None:
             async for _ in self.generate(groups):

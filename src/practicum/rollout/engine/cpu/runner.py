@@ -141,7 +141,7 @@ class CpuRunner(ModelRunner):
         positions = np.fromiter((sequence.num_tokens - 1 for sequence in sequences), np.int64, num)
         slots = np.fromiter((sequence.slot for sequence in sequences), np.int64, num)
         tables = self._tables[slots, : int(positions.max()) // BLOCK + 1]
-        step = Decode.of(self._on_device(tables), self._on_device(positions))
+        step = Decode.of(self._on_device(tables), self._on_device(positions), int(positions.max()) + 1)
         logits = self._forward(tokens[:, None], positions[:, None], step)[:, 0]
         if self.recorder is not None:
             for sequence, own in zip(sequences, np.sort(self.recorder.take(), axis=-1), strict=True):
@@ -282,7 +282,7 @@ class CpuRunner(ModelRunner):
         parts = [self._forward(*short, Prefill([5, 3], places))[0, :5]]
         for at in range(5, len(ids)):
             positions = np.array([at, at - 2])
-            step = Decode.of(torch.tensor([[1], [2]]), torch.from_numpy(positions))
+            step = Decode.of(torch.tensor([[1], [2]]), torch.from_numpy(positions), at + 1)
             parts.append(self._forward(ids[positions][:, None], positions[:, None], step)[0])
         return torch.cat(parts).float().log_softmax(-1)
 

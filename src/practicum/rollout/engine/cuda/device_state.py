@@ -139,7 +139,7 @@ class InFlight:
         tokens, log_probs = self._host_tokens[launch.buffer, :num], self._host_log_probs[launch.buffer, :num]
         num_ended = sum(sequence.finish_reason is not None for sequence in sequences)  # in the launch before
         is_bad = np.isnan(log_probs.numpy())
-        if is_bad.any() and any(sequences[i].finish_reason is None for i in np.flatnonzero(is_bad)):
+        if is_bad.any() and any(sequences[i].finish_reason is None for i in np.flatnonzero(is_bad).tolist()):
             raise TrainingError(
                 "the model's logits are no longer numbers: its weights are spoilt. Go back to a checkpoint from "
                 "before and lower actor.lr."

@@ -196,6 +196,8 @@ class LocalRollout(BaseRollout):
 
     def _finish(self, sequences: Iterable[Sequence], reason: FinishReason | None = None) -> None:
         shape = self.model.router_shape
+        if shape is not None and (sequences := list(sequences)):
+            self.model.gather_routes()
         for sequence in sequences:
             routes = None if shape is None else sequence.routed_experts(shape)
             sample = sequence.to_sample(self.model.tokenizer, self.model.version, reason, routes)

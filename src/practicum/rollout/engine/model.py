@@ -59,6 +59,9 @@ class EngineModel:
         check_length(request, max_positions(self.module.config), self.path)
         check_tokens(request, self.module.get_input_embeddings().num_embeddings, self.path)
 
+    def gather_routes(self) -> None:
+        """Append all routes that are known to their sequences: a runner may keep those of the last steps together."""
+
     def wake(self) -> None:
         if self._sleeping is not None:
             self._sleeping.wake()

@@ -188,7 +188,6 @@ class Sequence:
             return None
         num_tokens = self.num_tokens
         experts = np.concatenate(self.routes)
-        experts.sort(axis=-1)
         known = np.ones(num_tokens, np.bool_)
         known[len(experts) :] = False
         blank = np.zeros((num_tokens - len(experts), *experts.shape[1:]), experts.dtype)

@@ -224,11 +224,14 @@ class CudaRunner(ModelRunner):
         splits = num_splits(graph_size(num) * self._fused.kv_heads, tiles, self._num_processors)
         self._graphs.run(num, splits, self._filters)
         routes = self._in_flight.routes
-        self._in_flight.add(sequences, None if routes is None else routes[:num])
+        self._in_flight.add(self._last, None if routes is None else routes[:num])
 
     def collect(self) -> list[tuple[Sequence, int, float]]:
-        """Return what the oldest launch has drawn for the sequences that have not ended meanwhile; wait for it."""
+        """Return what the oldest launch has drawn; wait for it."""
         return self._in_flight.collect()
+
+    def gather_routes(self) -> None:
+        self._in_flight.gather_routes()
 
     @property
     def num_in_flight(self) -> int:

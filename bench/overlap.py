@@ -216,13 +216,7 @@ def speed_config(folder: Path, placement: str, staleness: int, name: str, backen
         "algorithm": {"correction": {"kind": "truncated"}},
         "controller": {"backend": backend},
         # More steps than will be taken, so that none of them is the last, which would also write a checkpoint.
-        "trainer": {
-            "steps": 1_000_000,
-            "staleness": staleness,
-            "checkpoint_every": 0,
-            "device": "cpu",
-            "threads_per_worker": 1,
-            "run_dir": str(folder / name),
-        },
-    }
+        "trainer": {"steps": 1_000_000, "staleness": staleness, "checkpoint_every": 0, "device": "cpu",
+                    "threads_per_worker": 1, "run_dir": str(folder / name)},
+    }  # fmt: skip
     return Config.from_tree(tree, source="bench async")

@@ -33,6 +33,7 @@ from contextlib import aclosing, asynccontextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from practicum.controller.loop import run_sync
 from practicum.rollout.engine.sequence import Request, Sequence
 from practicum.types import PromptGroup, Sample, Trajectory
 from practicum.weights import WeightUpdate

@@ -90,7 +90,7 @@ def test_routes_are_of_all_tokens_but_the_last_and_those_it_was_written_with_sta
     sequence = asked(SamplingParams(9))
     assert sequence.routed_experts(shape) is None
     pushed(sequence, [8, 9], tokenizer)
-    sequence.routes = [np.full((3, 2, 2), [3, 1], np.uint8), np.full((1, 2, 2), [5, 0], np.uint8)]
+    sequence.routes = [np.full((3, 2, 2), [1, 3], np.uint8), np.full((1, 2, 2), [0, 5], np.uint8)]
     routes = sequence.routed_experts(shape)
     assert routes is not None
     assert routes.known.tolist() == [True] * 4 + [False]

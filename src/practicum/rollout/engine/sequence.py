@@ -93,7 +93,7 @@ class Sequence:
         self.written = written
         self.token_ids: list[int] = []  # those that come after `written`, as do the log-probs
         self.log_probs: list[float] = []
-        self.routes: list[NDArray[np.unsignedinteger[Any]]] = []  # [tokens, layers, k] each, from the first token on
+        self.routes: list[NDArray[np.unsignedinteger[Any]]] = []  # [tokens, layers, k], ascending, from the start
         self.num_tokens = len(self.prompt_ids) + self.num_written  # of prompt and answer so far
         self.finish_reason: FinishReason | None = None
         # The scheduler's and the model runner's:

@@ -88,7 +88,7 @@ class CpuRunner(ModelRunner):
         step = Prefill(lengths, self._on_device(places))
         ids = np.concatenate([first.ids for first in firsts])
         logits = self._forward(ids[None], positions[None], step, ends - 1)[0]
-        routes = None if self.recorder is None else np.split(np.sort(self.recorder.take(), axis=-1), ends[:-1])
+        routes = None if self.recorder is None else np.split(self.recorder.take(), ends[:-1])
         blocks: list[int] = []
         copies: list[int] = []
         for index, group in enumerate(groups):
@@ -115,7 +115,7 @@ class CpuRunner(ModelRunner):
         step = Decode.of(self._on_device(tables), self._on_device(positions))
         logits = self._forward(tokens[:, None], positions[:, None], step)[:, 0]
         if self.recorder is not None:
-            for sequence, own in zip(sequences, np.sort(self.recorder.take(), axis=-1), strict=True):
+            for sequence, own in zip(sequences, self.recorder.take(), strict=True):
                 sequence.routes.append(own[None].copy())  # a view would keep those of all rows
         self._draw(sequences, logits)
 

@@ -43,12 +43,10 @@ def test_endings(tokenizer: Any) -> None:
     assert plain.of(eos, 1) == "stop"
     assert plain.of(digits[0], 3) is None
     assert plain.of(digits[0], 4) == "length"
-    assert not plain.reads_text
     endless = Ending(SamplingParams(4, ignore_eos=True, stop_token_ids=(digits[1],)), [eos], tokenizer)
     assert endless.of(eos, 1) is None
     assert endless.of(digits[1], 1) == "stop"
     words = Ending(SamplingParams(40, stop=("2+",)), [eos], tokenizer)
-    assert words.reads_text
     assert words.of(digits[1], 2, digits[:2]) is None
     assert words.of(digits[2], 3, digits[:3]) == "stop"
 

@@ -137,16 +137,15 @@ class InFlight:
         launch.is_done.synchronize()
         sequences, num = launch.sequences, len(launch.sequences)
         tokens, log_probs = self._host_tokens[launch.buffer, :num], self._host_log_probs[launch.buffer, :num]
-        num_ended = sum(sequence.finish_reason is not None for sequence in sequences)  # in the launch before
-        is_bad = np.isnan(log_probs.numpy())
-        if is_bad.any() and any(sequences[i].finish_reason is None for i in np.flatnonzero(is_bad).tolist()):
+        goes_on = [sequence.finish_reason is None for sequence in sequences]  # it has not ended in the launch before
+        if np.isnan(log_probs.numpy()[goes_on]).any():
             raise TrainingError(
                 "the model's logits are no longer numbers: its weights are spoilt. Go back to a checkpoint from "
                 "before and lower actor.lr."
             )
         if launch.routes is not None and self._shape is not None:
             routes = launch.routes.numpy().astype(self._shape.dtype, copy=False)
-            if launch.spans is None and not num_ended:
+            if launch.spans is None and all(goes_on):
                 if self._steps_of is not sequences or len(self._steps) == _MAX_STEPS:
                     self.gather_routes()
                 self._steps_of = sequences
@@ -163,7 +162,6 @@ class InFlight:
         if self._steps:
             for sequence, own in zip(self._steps_of, np.stack(self._steps, axis=1), strict=True):
                 sequence.routes.append(own.copy())
-                sequence.num_routed += len(own)
             self._steps.clear()
 
     def _append_routes(self, launch: _Launch, routes: NDArray[np.unsignedinteger[Any]]) -> None:
@@ -174,4 +172,3 @@ class InFlight:
                 # A preempted sequence is read again: its first routes are known.
                 own = routes[first:last] if launch.spans is None else routes[first:last][sequence.num_routed :]
                 sequence.routes.append(own.copy())
-                sequence.num_routed += len(own)

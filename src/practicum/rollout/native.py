@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -21,7 +22,7 @@ from practicum.errors import RolloutError
 from practicum.rollout.engine.cpu.runner import CpuRunner
 from practicum.rollout.engine.loop import LocalRollout
 from practicum.rollout.engine.model import ModelRunner
-from practicum.rollout.engine.scheduler import Scheduler, in_order
+from practicum.rollout.engine.scheduler import Scheduler
 from practicum.rollout.engine.sequence import Sequence
 
 
@@ -67,7 +68,7 @@ class NativeRollout(LocalRollout):
         is_alone = not scheduler.running
         while groups := scheduler.admit():
             runner.prefill(groups)
-            for sequence in in_order(groups):
+            for sequence in chain.from_iterable(groups):
                 sequence.num_launched += 1
             self._collect(runner.num_behind)
             if not is_alone:  # those under way do not wait for more than one pass

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from itertools import chain
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from practicum.rollout.engine.scheduler import Scheduler, in_order
+from practicum.rollout.engine.scheduler import Scheduler
 from practicum.rollout.engine.sequence import Sequence
 from practicum.types import Prompt, SamplingParams
 from tests.rollout.contract import check_blocks
@@ -206,11 +207,11 @@ def test_all_are_written_whatever_happens_and_every_block_has_its_holders(
             aborted += own.remove(own.running[:1])
         groups = own.admit()
         assert sum(group[0].num_tokens for group in groups) <= 16 or len(groups) == 1
-        for sequence in in_order(groups):
+        for sequence in chain.from_iterable(groups):
             assert len(sequence.blocks) * BLOCK > sequence.num_tokens
             sequence.num_launched += 1
         if groups:
-            flights.append(list(in_order(groups)))
+            flights.append(list(chain.from_iterable(groups)))
             collect(behind)
         while going := [one for one in own.running if one.num_tokens + one.num_launched < one.max_tokens]:
             if own.grow(going) is not None:

@@ -20,6 +20,9 @@ from practicum.rollout.engine.sequence import Request, Sequence, check_length, c
 from practicum.rollout.engine.sleep import SleepingWeights
 from practicum.weights import WeightUpdate
 
+AGREES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""How far log-probs of a runner may be from transformers' own."""
+
 
 class EngineModel:
     """The model and its weights.

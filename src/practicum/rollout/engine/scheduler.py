@@ -14,7 +14,7 @@ Slots and blocks that were given back may be taken at once: a device does what i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 from practicum.rollout.engine.sequence import Sequence
 
@@ -141,8 +141,3 @@ class Scheduler:
             if not self._num_holders[block]:
                 self._free_blocks.append(block)
         sequence.slot, sequence.blocks = -1, []
-
-
-def in_order(groups: Iterable[Iterable[Sequence]]) -> Iterator[Sequence]:
-    """The sequences of all groups, one after the other."""
-    return (sequence for group in groups for sequence in group)

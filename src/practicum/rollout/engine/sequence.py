@@ -37,7 +37,7 @@ class Sequence:
 
     __slots__ = (
         "_ending", "_uniforms", "blocks", "done", "finish_reason", "is_aborted", "is_paused", "log_probs", "max_tokens",
-        "num_launched", "num_tokens", "number", "on_tokens", "params", "prompt", "prompt_ids", "routes",
+        "num_launched", "num_tokens", "num_written", "number", "on_tokens", "params", "prompt", "prompt_ids", "routes",
         "seed", "session", "slot", "token_ids", "written",
     )  # fmt: skip
 
@@ -91,6 +91,7 @@ class Sequence:
     def continue_from(self, written: Sample | None) -> None:
         """Become the sequence that goes on with a sample of this answer; it can be submitted again."""
         self.written = written
+        self.num_written = 0 if written is None else len(written.token_ids)
         self.token_ids: list[int] = []  # those that come after `written`, as do the log-probs
         self.log_probs: list[float] = []
         self.routes: list[NDArray[np.unsignedinteger[Any]]] = []  # [tokens, layers, k], ascending, from the start
@@ -102,11 +103,6 @@ class Sequence:
         self.num_launched = 0  # tokens that the device was asked for and the host has not read
 
     # What is read before the next token
-
-    @property
-    def num_written(self) -> int:
-        """The number of tokens of the answer when it was submitted."""
-        return 0 if self.written is None else len(self.written.token_ids)
 
     @property
     def num_routed(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 from weakref import WeakMethod
 
@@ -23,15 +24,13 @@ from practicum.rollout.engine.cpu.fused_decode import FusedDecode
 from practicum.rollout.engine.cpu.kernels import BLOCK, load_kernels
 from practicum.rollout.engine.cpu.modules import speed_up
 from practicum.rollout.engine.kv_cache import Decode, KVCache, Prefill
-from practicum.rollout.engine.model import ModelRunner, max_positions
+from practicum.rollout.engine.model import AGREES, ModelRunner, max_positions
 from practicum.rollout.engine.sampling import draw_each
-from practicum.rollout.engine.scheduler import in_order
 from practicum.rollout.engine.sequence import Sequence
 from practicum.rollout.engine.sleep import free_bytes, keep_freed_memory
 from practicum.weights import WeightUpdate
 
 _CACHE_SHARE = 1 / 3
-AGREES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 class CpuRunner(ModelRunner):
@@ -80,7 +79,7 @@ class CpuRunner(ModelRunner):
         firsts = [group[0] for group in groups]
         lengths = [first.num_tokens for first in firsts]
         ends = np.cumsum(lengths)
-        for sequence in in_order(groups):
+        for sequence in chain.from_iterable(groups):
             self._set_table(sequence)
         positions = np.concatenate([np.arange(length) for length in lengths])
         slots = np.repeat([first.slot for first in firsts], lengths)
@@ -102,7 +101,7 @@ class CpuRunner(ModelRunner):
         if copies:
             self._cache.copy(blocks, copies)
         each = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-        self._draw(list(in_order(groups)), logits[self._on_device(each)])
+        self._draw(list(chain.from_iterable(groups)), logits[self._on_device(each)])
 
     def decode(self, sequences: list[Sequence], grown: list[Sequence]) -> None:
         for sequence in grown:

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from practicum.errors import ResourceError, RolloutError
-from practicum.rollout.engine.cpu.runner import AGREES
 from practicum.rollout.engine.cuda.attention import BLOCK_SIZE, tile_size
 from practicum.rollout.engine.cuda.device_state import DeviceState, InFlight
 from practicum.rollout.engine.cuda.fused_model import DecodeBatch, FusedModel, PrefillBatch
@@ -30,7 +29,7 @@ from practicum.rollout.engine.cuda.graphs import DecodeGraphs, graph_size, num_s
 from practicum.rollout.engine.cuda.sampling import sample
 from practicum.rollout.engine.cuda.virtual_memory import VirtualMemory
 from practicum.rollout.engine.cuda.weights import DeviceWeights
-from practicum.rollout.engine.model import ModelRunner, max_positions
+from practicum.rollout.engine.model import AGREES, ModelRunner, max_positions
 from practicum.rollout.engine.sequence import Sequence
 from practicum.rollout.engine.sleep import free_bytes, gigabytes, give_back_memory
 from practicum.types import Prompt, SamplingParams

@@ -1,7 +1,7 @@
 """What every engine does: write answers, take new weights, give its memory back and have it again.
 
     write, generate ─▶ submit: to the engine, all at once ─▶ sequence.done, as each ends ─▶ samples, finished groups
-    writing()    held by whoever has answers written: one call, one conversation, one request to a server
+    writing()    held while answers are written: by one call, one conversation, one request to a server
     exclusive()  nobody writes in the block: what is under way is finished first, or aborted and gone on with after it
 
 Contract, tested for every engine by tests/rollout/contract.py:
@@ -211,7 +211,7 @@ class BaseRollout(ABC):
         def hear(sequence: Sequence) -> None:
             self._under_way.pop(sequence, None)
             if not sequence.done.cancelled():
-                sequence.done.exception()  # so that it counts as seen where nobody asks any more
+                sequence.done.exception()  # so that asyncio does not report it where no caller is left
             came.append(sequence)
             arrived.set()
             self._notify()
@@ -286,6 +286,6 @@ class BaseRollout(ABC):
 
 
 class _Turn:
-    """Of somebody who wants the engine exclusively."""
+    """The turn of a caller who wants the engine exclusively."""
 
     holds_sequences = False

@@ -92,7 +92,7 @@ class HFRollout(LocalRollout):
         return torch.full_like(scores, float("-inf")).scatter_(-1, tokens[:, None], 0.0)
 
     def _take(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
-        """Take in the tokens that were drawn, and what was asked for meanwhile; return which rows have ended."""
+        """Take in the drawn tokens, and commands that came meanwhile; return which rows have ended."""
         ended = []
         for index, (row, token, log_prob) in enumerate(zip(self._rows, *self._drawn, strict=True)):
             if row is not None and self._push(row, token, log_prob):

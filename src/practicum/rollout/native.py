@@ -1,4 +1,4 @@
-"""Our own engine: a scheduler, and a model runner with keys and values in blocks, for CPU or for CUDA.
+"""Practicum's own engine: a scheduler, and a model runner with keys and values in blocks, for CPU or for CUDA.
 
     waiting ─ admit: a slot and blocks are free ─▶ prefill: one pass for all answers to one prompt; each has a token
                                                      │
@@ -27,7 +27,7 @@ from practicum.rollout.engine.sequence import Sequence
 
 
 class NativeRollout(LocalRollout):
-    """`cache_gb` bounds the memory for keys and values; None: a third of what is free when it is first resumed."""
+    """`cache_gb` bounds the memory for keys and values; None takes a third of what is free on the first `resume`."""
 
     model: ModelRunner
 

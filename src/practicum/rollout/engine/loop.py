@@ -117,7 +117,7 @@ class LocalRollout(BaseRollout):
             self._poll()
             try:
                 self._step()
-            except Exception as error:  # whatever a model may raise: who waits hears of it, and the engine lives on
+            except Exception as error:  # of any kind: it fails what was begun, and the engine lives on
                 self._fail(self._reset(), error)
             self._deliver()
 
@@ -156,7 +156,7 @@ class LocalRollout(BaseRollout):
 
     @abstractmethod
     def _add(self, sequences: list[Sequence]) -> None:
-        """They wait to be begun."""
+        """Queue sequences that are to be begun."""
 
     @abstractmethod
     def _remove(self, sequences: Iterable[Sequence]) -> list[Sequence]:
@@ -195,7 +195,7 @@ class LocalRollout(BaseRollout):
         self._results += [(sequence, sequence.done, error) for sequence in sequences]
 
     def _deliver(self) -> None:
-        """Let the event loop know what there is."""
+        """Send results to the event loop."""
         if not self._results:
             return
         results, self._results = self._results, []
@@ -211,7 +211,7 @@ def _run(
     open_model: Callable[[], EngineModel],
     opened: Future[EngineModel],
 ) -> None:
-    """The engine's thread. It holds no reference to the engine while there is nothing to do."""
+    """Run the engine's thread. It holds no reference to the engine while there is nothing to do."""
     try:
         opened.set_result(open_model())
     except BaseException as error:
@@ -238,7 +238,7 @@ def _resolve(results: list[_Result]) -> None:
             assert sequence.on_tokens is not None
             try:
                 sequence.on_tokens(*result)
-            except Exception as error:  # the caller's own: it ends what the caller waits for, and nobody else's
+            except Exception as error:  # the caller's own: it fails this sequence alone
                 done.set_exception(error)
 
 
@@ -247,4 +247,4 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *
         loop.call_soon_threadsafe(function, *args)
     except RuntimeError:
         if not loop.is_closed():
-            raise  # otherwise nobody waits any more
+            raise  # otherwise no caller is left

@@ -50,7 +50,7 @@ class EngineModel:
         self._stays_loaded = stays_loaded
         self._shared = False
         self._is_updated = False  # other weights than in its files
-        self._sleeping: SleepingWeights | None = None  # since the first sleep of weights of our own
+        self._sleeping: SleepingWeights | None = None  # since the first sleep of the engine's own weights
 
     @property
     def router_shape(self) -> RouterShape | None:

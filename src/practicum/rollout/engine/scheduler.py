@@ -5,7 +5,7 @@
               └─────────── preempt: no block is free ◀──────┘ grow: one more token each
 
 A block has room for `block_size` tokens. Answers to one prompt share the blocks that the prompt fills; what it begins
-of one more block is copied for each. Block 0 belongs to nobody: what only fills up a batch may write there. Where
+of one more block is copied for each. Block 0 belongs to no sequence: the padding of a batch is written there. Where
 blocks run out, the youngest sequence gives its own back and is read again later, before anything that is new.
 
 Slots and blocks that were given back may be taken at once: a device does what it is asked to in order.
@@ -91,8 +91,8 @@ class Scheduler:
         return groups
 
     def grow(self, sequences: Iterable[Sequence]) -> list[Sequence] | None:
-        """Have room for one more token of each; return those that got blocks. None, and nothing changed, if there are
-        not enough."""
+        """Make room for one more token of each; return those that got blocks. Where there are not enough, return None
+        and change nothing."""
         size = self.block_size
         wanted = [one for one in sequences if one.num_tokens + one.num_launched > len(one.blocks) * size]
         if len(wanted) > self.num_free_blocks:

@@ -62,8 +62,8 @@ class Sequence:
         self.on_tokens = on_tokens
         self.max_tokens = len(prompt_ids) + params.max_new_tokens  # of prompt and answer
         self.done: asyncio.Future[Sample]  # made when it is submitted; the engine sets its result
-        self.is_aborted = False  # by whoever asked for it: nothing goes on with it
-        self.is_paused = False  # aborted for the time in which somebody has the engine exclusively
+        self.is_aborted = False  # by request: it is not continued
+        self.is_paused = False  # aborted while a caller has the engine exclusively, and continued after that
         self._ending: Ending | None = None
         self._uniforms: list[float] | None = None
         self.continue_from(written)
@@ -75,7 +75,7 @@ class Sequence:
         trajectory: Trajectory,
         on_tokens: Callable[[list[int], list[float]], None] | None = None,
     ) -> Sequence:
-        """The answer that a trajectory waits for: a new one, or what goes on with its aborted sample."""
+        """Return the answer that a trajectory lacks: a new one, or what continues its aborted sample."""
         written = trajectory.samples[-1] if trajectory.samples and not trajectory.is_finished else None
         return cls(
             group.prompt,
@@ -89,7 +89,7 @@ class Sequence:
         )
 
     def continue_from(self, written: Sample | None) -> None:
-        """Become the sequence that goes on with a sample of this answer; it can be submitted again."""
+        """Begin again after a sample of this answer, or anew; the sequence can then be submitted again."""
         self.written = written
         self.num_written = 0 if written is None else len(written.token_ids)
         self.token_ids: list[int] = []  # those that come after `written`, as do the log-probs
@@ -132,7 +132,7 @@ class Sequence:
     # Growing and ending
 
     def begin(self, eos_ids: Iterable[int], tokenizer: Any) -> None:
-        """Tell it the model's end-of-text tokens; the tokenizer reads the text, where that can end the answer."""
+        """Set the model's end-of-text tokens, and the tokenizer that reads the text where that can end the answer."""
         self._ending = Ending(self.params, eos_ids, tokenizer)
 
     def push(self, token: int, log_prob: float) -> FinishReason | None:
@@ -195,7 +195,7 @@ class Sequence:
 
 
 class Ending:
-    """When answers with certain parameters end."""
+    """The rule by which answers with certain parameters end."""
 
     def __init__(self, params: SamplingParams, eos_ids: Iterable[int], tokenizer: Any) -> None:
         self._stop_ids = frozenset({*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)})

@@ -28,7 +28,7 @@ _Fill = Callable[[Mapping[str, Tensor]], None]  # gives a module's tensors, by n
 
 
 class SleepingWeights:
-    """Parameters and buffers of a module. `load` reads the same module again, if they are still as it would load them.
+    """Put the parameters and buffers of a module to sleep. `load` reads the module again, where they are as loaded.
 
     The module stays the same object; only the memory of its tensors goes and comes. A failed `wake` leaves it asleep, a
     failed `sleep` awake. Not for use from two threads at a time.
@@ -48,7 +48,7 @@ class SleepingWeights:
             self.sleep()
 
     def changed(self) -> None:
-        """While awake: the module has other weights now than its files, and wakes with these."""
+        """Note, while awake, that the module has other weights than its files, and must wake with these."""
         assert self.is_awake, "changed while asleep"
         self._fill, self._is_as_loaded = None, False
 
@@ -98,7 +98,7 @@ class PinnedBytes:
         self.num_bytes = num_bytes
 
     def write(self, start: int, data: Tensor) -> None:
-        """Bytes from anywhere to here; when this returns they are here."""
+        """Copy bytes from anywhere to here; when this returns they are here."""
         while len(data):
             chunk, at = divmod(start, _CHUNK_BYTES)
             piece = data[: _CHUNK_BYTES - at]
@@ -106,7 +106,7 @@ class PinnedBytes:
             start, data = start + len(piece), data[len(piece) :]
 
     def fill(self, block: Tensor) -> None:
-        """So many bytes of a device; when this returns they are there."""
+        """Copy all bytes to a block on a device; when this returns they are there."""
         for part, chunk in zip(block[: self.num_bytes].split(_CHUNK_BYTES), self._chunks, strict=True):
             part.copy_(chunk, non_blocking=True)
         torch.cuda.synchronize(block.device)
@@ -182,12 +182,12 @@ def _shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Its memory, not a copy."""
+    """Return the memory of a tensor, not a copy."""
     return tensor.flatten().view(torch.uint8).numpy().data
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """All that is not shared with another name, which then is the same tensor and goes with it."""
+    """Return all tensors by name; what is shared by several names is there once."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
@@ -209,7 +209,7 @@ def keep_freed_memory() -> None:
 
 
 def give_back_memory(device: torch.device) -> None:
-    """What nobody refers to any more goes back: to the device, or to the system."""
+    """Give memory that nothing refers to back to the device, or to the system."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -145,7 +145,7 @@ class CpuRunner(ModelRunner):
         step: Prefill | Decode,
         keep: NDArray[np.integer[Any]] | None = None,
     ) -> Tensor:
-        """Logits [rows, tokens, vocabulary] of tokens [rows, tokens], or only those that `keep` names."""
+        """Return logits [rows, tokens, vocabulary] of tokens [rows, tokens], or only those that `keep` names."""
         self._cache.step = step
         ids = self._on_device(tokens.astype(np.int64, copy=False))
         if self._fused is not None and isinstance(step, Decode):
@@ -166,7 +166,7 @@ class CpuRunner(ModelRunner):
     # Blocks
 
     def _reserve(self, num_bytes: int) -> None:
-        """Have as many blocks as the memory holds, no more than a full batch of the longest sequences takes."""
+        """Set the number of blocks: what the memory holds, no more than a full batch of the longest sequences takes."""
         longest = max_positions(self.module.config)
         most = num_bytes // self.block_bytes
         self.num_blocks = most if longest is None else min(most, self.max_batch * -(-longest // BLOCK))
@@ -227,7 +227,7 @@ class CpuRunner(ModelRunner):
         return float((self._trial(ids) - expected).abs().max())
 
     def _try_fused(self, ids: NDArray[np.int64], expected: Tensor) -> None:
-        """From now on decode past transformers' forward, if the model computes the same so."""
+        """Decode past transformers' forward from now on, if the model computes the same so."""
         if self._kernels is not None:
             self._fused = FusedDecode.of(self.module, self._kernels, self._cache)
         if self._fused is not None and not self._difference(ids, expected) < AGREES[torch.float32]:
@@ -245,7 +245,7 @@ class CpuRunner(ModelRunner):
             raise self.unsupported(f"its sliding window of {window} is known to its masks alone")
 
     def _trial(self, ids: NDArray[np.int64]) -> Tensor:
-        """Log-probs of a sequence of which the last tokens are decoded one by one, beside another row."""
+        """Return log-probs of a sequence whose last tokens are decoded one by one, beside another row."""
         short = np.concatenate([ids[:5], ids[:3]])[None], np.concatenate([np.arange(5), np.arange(3)])[None]
         places = torch.cat([BLOCK + torch.arange(5), 2 * BLOCK + torch.arange(3)])
         parts = [self._forward(*short, Prefill([5, 3], places))[0, :5]]

@@ -1,17 +1,17 @@
-"""The manager: gives prompt groups to the workers that have room, and looks after their replicas.
+"""The manager: gives prompt groups to the workers that have room, and restarts their replicas.
 
     generate(groups) ─▶ waiting, by priority ─▶ worker with room and the fewest tokens to write ─▶ finished groups
                            ▲                                   │
-                           └── what a lost replica had ◀───────┘    what it had finished is kept
+                           └── work of a failed replica ◀───────┘    what it had finished is kept
 
     update_weights(version)   trainer ─ channel ─▶ every replica ─ same log-probs as the trainer's? ─▶ may write
     awake()                   replicas are woken; they sleep after it, or are ended, however the block is left
-    a replica that is lost    ended, started again from the model's files, given the weights, back at work
+    a replica that failed     ended, started again from the model's files, given the weights, back at work
 
-Lists of groups travel to and fro; a worker answers with the trajectories that it has finished, as they are finished. A
-trajectory counts when it has arrived, once; the others of its group can be written by anyone, since each has its own
-random numbers. All of it runs on one event loop. Hybrid replicas are the trainer's own processes: they take its weights
-as they are, and are not started again.
+Groups are sent and come back in lists; a worker returns trajectories as it finishes them. One counts when it arrives,
+and only once. Any worker can write the others of its group, since each has its own random numbers. All of it runs on
+one event loop. Hybrid replicas are the trainer's own processes: they take its weights as they are, and are never
+restarted.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from practicum.controller.wire import split_batch
 from practicum.errors import PracticumError, RolloutError, TrainingError, WeightsGone, WorkerError
 from practicum.rollout.delivery import WeightDelivery
 from practicum.rollout.replica import RolloutReplica
+from practicum.rollout.worker import with_trajectories
 from practicum.types import PromptGroup, Sample, Trajectory
 
 T = TypeVar("T")
@@ -78,16 +79,12 @@ class _Part:
 
     @property
     def _order(self) -> tuple[float, ...]:
-        """Within a call what has been given out before comes first, then the longest."""
+        """The sort key: within a call parts that were sent before come first, then the longest."""
         return self.call.priority, self.call.number, -self.num_attempts, -self.cost, self.number
 
     @property
     def num_tokens(self) -> float:
         return self.cost * len(self.open)
-
-    def to_send(self) -> PromptGroup:
-        params = replace(self.group.params, num_answers=len(self.open))
-        return replace(self.group, params=params, trajectories=list(self.open.values()))
 
 
 @dataclass(slots=True, eq=False)
@@ -208,7 +205,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
 
     @asynccontextmanager
     async def awake(self) -> AsyncIterator[None]:
-        """Have the replicas awake in the block, whoever else is in one. Those that sleep do so after the last."""
+        """Keep the replicas awake in the block. They fall asleep again after the last of such blocks."""
         await self._lifecycle.acquire()
         self._num_awake += 1
         try:
@@ -234,7 +231,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         """Have all replicas write with the trainer's weights of now, under this version.
 
         It may be called while they write: answers under way are finished with the old weights first, or, with partial
-        rollout, aborted and gone on with under the new ones. Unless they are to stay awake for what comes next, those
+        rollout, aborted and continued under the new ones. Unless they are to stay awake for what comes next, those
         that sleep do so again.
         """
         async with self._lifecycle:
@@ -378,7 +375,8 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         replica = worker.replica
         part_of = {(part.group.id, number): part for part in parts for number in part.open}
         try:
-            async with aclosing(replica.generate(worker.rank, [part.to_send() for part in parts])) as stream:
+            sent = [with_trajectories(part.group, list(part.open.values())) for part in parts]
+            async with aclosing(replica.generate(worker.rank, sent)) as stream:
                 async for groups in stream:
                     self._take_in(worker, part_of, groups)
             if any(part in worker.parts for part in parts):
@@ -390,7 +388,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
                 call.fail(raised)
             else:
                 self._mark_failed(replica, error.message)
-        except Exception as error:  # such as a prompt that cannot travel: nobody must wait for it for ever
+        except Exception as error:  # such as a prompt that cannot be pickled: the caller must not wait for ever
             call.fail(error)
 
     def _take_in(self, worker: _Worker, part_of: dict[tuple[str, int], _Part], groups: Sequence[PromptGroup]) -> None:
@@ -402,7 +400,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
             worker.num_tokens -= part.cost
             if not part.open:
                 worker.parts.remove(part)
-            if not own.is_finished:  # aborted by no wish of ours: whoever has room goes on with it
+            if not own.is_finished:  # the replica aborted it: any worker with room continues it
                 self._put_back(replace(part, open={own.number: own}), "abort")
                 continue
             self._lengths.learn(own.last)
@@ -421,7 +419,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
 
     def _put_back(self, part: _Part, reason: str) -> None:
         part.num_attempts += 1
-        # Every replica may be lost once by no fault of this group; then it looks as if it were the cause.
+        # Every replica may fail once for other reasons; after that the group itself is taken for the cause.
         if part.num_attempts == len(self.replicas) + _MORE_ATTEMPTS:
             part.call.fail(
                 RolloutError(
@@ -445,10 +443,10 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
             except WorkerError as error:
                 return self._mark_failed(worker.replica, error.message)
 
-    # Replicas that are lost
+    # Failed replicas
 
     def _mark_failed(self, replica: RolloutReplica, reason: str) -> None:
-        """Give up on a replica for now: all that it had is written by others, or by itself when it is back."""
+        """Restart a replica, and put back all that it had for any worker to write."""
         if replica.problem or self._is_closed:
             return
         if not replica.is_own:
@@ -543,7 +541,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
             self._mark_failed(replica, str(error))
 
     async def _put_to_sleep(self) -> None:
-        """Have replicas fall asleep, unless somebody needs them awake."""
+        """Put the replicas to sleep, unless a block of `awake` is open."""
         if self.sleeps and not self._num_awake:
             await self._wait_for_restarts()  # or they would come back awake
             await all_of(self._sleep(own) for own in self.replicas if not own.problem or own.number in self._late)

@@ -307,9 +307,7 @@ class PromptGroup:
     params: SamplingParams
     seed: int
     trajectories: list[Trajectory] = field(default_factory=list)
-    session: str | None = None  # groups of one session belong to one conversation and are best written by one engine
-    step: int = 0  # that learns from it
-    position: int = -1  # of its prompt in the stream of prompts
+    session: str | None = None  # set by the caller: groups of one conversation are best written by one engine
     baseline: float | None = None  # the reward of a greedy answer, where the algorithm wants one
 
     def __post_init__(self) -> None:

@@ -52,8 +52,8 @@ def prompts(position: int = 0, again: tuple[int, ...] = ()) -> PromptSource:
     return PromptSource(ShuffledStream(items, seed=1, position=position, again=again))
 
 
-def ids(drawn: Sequence[tuple[int, EncodedPrompt]]) -> list[str]:
-    return [prompt.id for _, (prompt, _) in drawn]
+def ids(drawn: Sequence[EncodedPrompt]) -> list[str]:
+    return [prompt.id for prompt, _ in drawn]
 
 
 def test_of_steps_that_are_learnt_from_one_after_another_a_position_is_all_there_is() -> None:
@@ -99,10 +99,6 @@ class ScriptedRollout:
 
     def __init__(self) -> None:
         self.asked: list[PromptGroup] = []
-
-    @asynccontextmanager
-    async def awake(self) -> AsyncIterator[None]:
-        yield
 
     async def generate(self, groups: Sequence[PromptGroup], *, priority: int = 0) -> AsyncIterator[list[PromptGroup]]:
         self.asked += groups
@@ -191,7 +187,7 @@ class Scene:
 
 
 def batch_of(step: int) -> StepBatch:
-    group = PromptGroup(f"{step}/0", Prompt("p", text="?"), np.array([1], np.int32), SamplingParams(1), 0, step=step)
+    group = PromptGroup(f"{step}/0", Prompt("p", text="?"), np.array([1], np.int32), SamplingParams(1), 0)
     return StepBatch([group], [group], [group], GradingReport.of([], 0.0, 0, 0))
 
 
@@ -202,7 +198,7 @@ def test_without_staleness_a_batch_is_made_when_it_is_taken() -> None:
         scene.buffer.begin_at(5)
         await asyncio.sleep(0)
         assert scene.begun == []
-        assert (await scene.buffer.take(5, Stopwatch())).groups[0].step == 5
+        assert (await scene.buffer.take(5, Stopwatch())).groups[0].id == "5/0"
         scene.buffer.published(5)
         await asyncio.sleep(0)
         assert scene.begun == [5]
@@ -220,7 +216,7 @@ def test_no_batch_is_begun_before_its_weights_are_young_enough(staleness: int) -
             for _ in range(5):
                 await asyncio.sleep(0)
             assert scene.begun == list(range(1, step + staleness + 1))  # and no further, however long the step takes
-            assert (await scene.buffer.take(step, Stopwatch())).groups[0].step == step
+            assert (await scene.buffer.take(step, Stopwatch())).groups[0].id == f"{step}/0"
             scene.buffer.published(step)
         await scene.buffer.close()
 
@@ -248,7 +244,7 @@ def test_batches_come_in_the_order_of_their_steps_whichever_is_done_first() -> N
         scene.let_go(3, 2)
         asyncio.get_running_loop().call_later(0.1, scene.let_go, 1)
         watch = Stopwatch()
-        assert [(await scene.buffer.take(step, watch)).groups[0].step for step in (1, 2, 3)] == [1, 2, 3]
+        assert [(await scene.buffer.take(step, watch)).groups[0].id for step in (1, 2, 3)] == ["1/0", "2/0", "3/0"]
         assert watch.seconds["waiting"] > 0
         await scene.buffer.close()
 
@@ -264,7 +260,7 @@ def test_what_goes_wrong_with_a_batch_is_raised_where_it_is_taken() -> None:
     async def check() -> None:
         buffer = GroupBuffer(make, staleness=2, last=9)
         buffer.begin_at(1)
-        assert (await buffer.take(1, Stopwatch())).groups[0].step == 1
+        assert (await buffer.take(1, Stopwatch())).groups[0].id == "1/0"
         with pytest.raises(RewardError, match="on strike"):
             await buffer.take(2, Stopwatch())
         await buffer.close()
@@ -327,6 +323,39 @@ def test_who_is_cancelled_while_it_waits_does_not_keep_the_lease() -> None:
             pass
 
     run_async(check())
+
+
+def test_learners_get_the_devices_only_when_reward_models_sleep_again(make_config: MakeConfig) -> None:
+    events: list[str] = []
+
+    class SleepingReward(ScriptedReward):
+        models_sleep = True
+
+        @asynccontextmanager
+        async def round(self) -> AsyncIterator[ScriptedReward]:
+            yield self
+            await asyncio.sleep(0)
+            events.append("models sleep")
+
+        async def result(self) -> GradingReport:
+            self.learner = asyncio.create_task(self.learn())
+            for _ in range(3):
+                await asyncio.sleep(0)
+            return await super().result()
+
+        async def learn(self) -> None:
+            async with lease.learning(Stopwatch()):
+                events.append("learn")
+
+    async def check() -> None:
+        pipeline = Pipeline(config, prompts(), ScriptedRollout(), reward, lease)  # type: ignore[arg-type]
+        await pipeline.batch(1, Stopwatch())
+        await reward.learner
+
+    config = make_config()
+    reward, lease = SleepingReward(lambda prompt, number: 1.0), DeviceLease(config, models_sleep=True)
+    run_async(check())
+    assert events == ["models sleep", "learn"]
 
 
 @pytest.mark.parametrize(("placement", "waits"), [("hybrid", True), ("colocated", True), ("standalone", False)])

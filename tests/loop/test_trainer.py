@@ -156,7 +156,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(make_config: MakeConfig, tmp_pat
     first, second = weights(whole, 4), weights(parts, 4)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert list(resumed.steps()) == []  # nothing is left to do
-    assert notices == ["going on after step 2", "nothing is left to do: 4 steps are done"]
+    assert notices == ["resuming after step 2", "nothing is left to do: 4 steps are done"]
 
 
 def test_a_run_resumed_with_another_config_says_what_changed(make_config: MakeConfig) -> None:
@@ -164,7 +164,7 @@ def test_a_run_resumed_with_another_config_says_what_changed(make_config: MakeCo
     notices: list[str] = []
     longer = make_config("trainer.steps=3", "actor.lr=2e-3", "resume=auto")
     assert [report.number for report in Trainer(longer, notify=notices.append).steps()] == [3]
-    assert notices == ["going on after step 2; actor.lr: 0.001 -> 0.002; trainer.steps: 2 -> 3"]
+    assert notices == ["resuming after step 2; actor.lr: 0.001 -> 0.002; trainer.steps: 2 -> 3"]
 
 
 @pytest.mark.slow

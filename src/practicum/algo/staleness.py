@@ -1,4 +1,7 @@
-"""Figures of how far the policy has moved from the tokens it learns from, by their staleness in updates."""
+"""Figures of how far the policy has moved from the tokens it learns from, by their staleness in updates.
+
+The rule that bounds it is in loop/pipeline.py.
+"""
 
 from __future__ import annotations
 

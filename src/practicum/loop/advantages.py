@@ -42,7 +42,7 @@ def learnable(groups: Sequence[PromptGroup], on_failure: OnFailure, *, needs_bas
                 found[-1].append(sample)
     if not any(found):
         scores = [one.score for group in groups for one in group.trajectories if one.score is not None]
-        reason = next(score.reason for score in scores if score.value is None)
+        reason = next((score.reason for score in scores if score.value is None), "no answers")
         raise RewardError(
             "there is nothing to learn from in this step: every prompt has an answer that could not be graded, and "
             f"reward.on_failure=drop_group leaves out the others with it. The first: {reason}."

@@ -23,7 +23,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -73,11 +73,11 @@ class PromptSource:
         self._stream = stream
         self._drawn: dict[int, list[int]] = {}  # positions in the stream, by step
 
-    def draw(self, num: int, step: int) -> list[tuple[int, EncodedPrompt]]:
-        """Return the next prompts, each with its position."""
+    def draw(self, num: int, step: int) -> list[EncodedPrompt]:
+        """Return the next prompts."""
         positions = self._stream.draw(num)
         self._drawn.setdefault(step, []).extend(positions)
-        return list(zip(positions, self._stream.at(positions), strict=True))
+        return self._stream.at(positions)
 
     def forget(self, step: int) -> None:
         """Drop what is known of all steps up to this one."""
@@ -221,17 +221,16 @@ class Pipeline:
 
     async def _answer(self, groups: Sequence[PromptGroup], priority: int, watch: Stopwatch) -> GradingReport:
         """Generate answers and grade them as they are finished."""
-        async with AsyncExitStack() as stack:
-            grading = await stack.enter_async_context(self._reward.round())
+        async with AsyncExitStack() as stack, self._reward.round() as grading:
             async with (
                 self._lease.generating(priority, watch),
                 self._generating(watch),
-                self._rollout.awake(),
                 aclosing(self._rollout.generate(groups, priority=priority)) as finished,
             ):
                 async for some in finished:
                     grading.add(some)
-            await stack.enter_async_context(self._lease.grading(priority, watch))  # until models sleep again
+            # Released after the round, when models sleep again.
+            await stack.enter_async_context(self._lease.grading(priority, watch))
             with watch.phase("reward"):
                 return await grading.result()
 
@@ -264,11 +263,10 @@ class Pipeline:
     def _draw(self, num: int, step: int, *, attempt: int = 0, first: int = 0) -> list[PromptGroup]:
         params = self._config.rollout.sampling
         seeds = self._seeds(_TRAINING, step, num, *([attempt] if attempt else []))
+        prompts = zip(self._prompts.draw(num, step), seeds, strict=True)
         return [
-            PromptGroup(f"{step}/{first + i}", prompt, ids, params, seed, step=step, position=position)
-            for i, ((position, (prompt, ids)), seed) in enumerate(
-                zip(self._prompts.draw(num, step), seeds, strict=True)
-            )
+            PromptGroup(f"{step}/{first + i}", prompt, ids, params, seed)
+            for i, ((prompt, ids), seed) in enumerate(prompts)
         ]
 
     def _seeds(self, stream: int, step: int, num: int, *more: int) -> list[int]:
@@ -279,7 +277,7 @@ class Pipeline:
 @dataclass(slots=True)
 class _Ahead:
     task: asyncio.Task[StepBatch]
-    watch: Stopwatch = field(default_factory=Stopwatch)
+    watch: Stopwatch
 
 
 class GroupBuffer:
@@ -334,6 +332,9 @@ class GroupBuffer:
                 log.warning("the batch of step %d had failed: %s", step, error)  # often the cause of what else failed
             ahead.task.cancel()
         if tasks:
-            _, late = await asyncio.wait(tasks, timeout=_END_S)
+            ended, late = await asyncio.wait(tasks, timeout=_END_S)
+            for task in ended:
+                if not task.cancelled():
+                    task.exception()  # told above, or of no interest any more
             for task in late:
                 log.warning("%s did not end within %g s", task.get_name(), _END_S)

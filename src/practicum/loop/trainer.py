@@ -13,11 +13,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
 from practicum.config import Config
-from practicum.controller import open_controller
+from practicum.controller import open_controller, ray_cluster
 from practicum.controller.loop import iterate
 from practicum.data import ShuffledStream, read_prompts
 from practicum.errors import ConfigError, DataError, ModelError
@@ -76,25 +76,29 @@ class Trainer:
 
     def steps(self) -> Iterator[StepReport]:
         """Run the training, one report a step. Leaving the loop early ends all processes."""
-        return iterate(self._steps())
-
-    async def _steps(self) -> AsyncGenerator[StepReport, None]:
-        async with AsyncExitStack() as stack:
-            folder = RunFolder(self.config)
+        config = self.config
+        with ExitStack() as stack:
+            folder = RunFolder(config)
             stack.callback(folder.close)
             resumed = folder.checkpoint
             first = resumed.state.step + 1 if resumed else 1
-            if first > self.config.trainer.steps:
+            if first > config.trainer.steps:
                 self._notify(f"nothing is left to do: {first - 1} steps are done")
                 return
             if resumed:
-                check_resumed(self.config)
-                self._notify("; ".join([f"going on after step {first - 1}", *folder.changes]))
+                check_resumed(config)
+                self._notify("; ".join([f"resuming after step {first - 1}", *folder.changes]))
+            if config.controller.backend == "ray":  # in this thread: Ray replaces signal handlers, which others cannot
+                stack.enter_context(ray_cluster(config.controller.address))
+            yield from iterate(self._steps(folder, first))
+
+    async def _steps(self, folder: RunFolder, first: int) -> AsyncGenerator[StepReport, None]:
+        async with AsyncExitStack() as stack:
             trackers = open_trackers(folder, first, self.config)
             for tracker in trackers:
                 stack.callback(tracker.close)
             await self._start(stack, folder)
-            if not resumed and self._validation_prompts:
+            if first == 1 and self._validation_prompts:
                 before = await self._validate(0, Stopwatch())
                 for tracker in trackers:
                     tracker.log(0, before)

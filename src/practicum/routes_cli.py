@@ -218,9 +218,9 @@ def _judgement(verdict: Verdict) -> list[str]:
     elif not verdict.num_bytes:
         lines = [f"{verdict.path}: DAMAGED: {verdict.problems[0].reason}"]
     else:
-        lost = sum(problem.num_bytes for problem in verdict.problems)
+        lost = sum(problem.size for problem in verdict.problems)
         lines = [f"{verdict.path}: DAMAGED: {lost:,} of {verdict.num_bytes:,} bytes cannot be used; whole are {held}"]
-        lines += [f"  at byte {one.offset:,} ({one.num_bytes:,} bytes): {one.reason}" for one in verdict.problems]
+        lines += [f"  at byte {one.offset:,} ({one.size:,} bytes): {one.reason}" for one in verdict.problems]
     if verdict.unfinished:
         lines.append(f"  {verdict.unfinished:,} bytes at the end are of an unfinished chunk: being written, or cut off")
     return lines

@@ -46,7 +46,7 @@ def test_an_example_is_token_for_token_what_a_conversation_becomes(monkeypatch: 
         await conversations.start()
         try:
             prompt = Prompt("p", messages=(Message("user", "47*68="),), answer="3196")
-            (ids,) = encode_prompts(tokenizer, [prompt], conversations.tool_schemas)
+            (ids,) = encode_prompts(tokenizer, [prompt], conversations.user_code.schemas)
             group = PromptGroup("p", prompt, ids, Config.load(RECIPE / "train.yaml").validation_sampling, 0)
             ((finished,),) = [groups async for groups in conversations.generate([group])]
             return finished.trajectories[0].last

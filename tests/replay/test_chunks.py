@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,8 @@ from tests.replay.recordings import HEADER, make_batch, write
 
 @contextmanager
 def opened(path: Path) -> Iterator[ChunkFile]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield ChunkFile(path, descriptor)
-    finally:
-        os.close(descriptor)
+    with closing(ChunkFile(path)) as file:
+        yield file
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from practicum.replay.format import CHUNK_HEAD_BYTES, Damaged, chunk_bytes, read_chunk, read_chunk_head
+from practicum.replay.format import ChunkFile, Damaged, chunk_bytes, header_bytes
 from practicum.replay.records import OpenChunk, RecordedSample, sections_of
 from practicum.replay.store import Recording
 from practicum.types import Prompt
@@ -62,7 +63,7 @@ def test_routes_of_the_sample_itself_are_not_kept_twice(tmp_path: Path) -> None:
     assert written_and_read(record, tmp_path).sample.routes is None
 
 
-def test_words_that_do_not_fit_are_refused() -> None:
+def test_words_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     """With right checksums: made by a program that went wrong."""
     records = make_batch(1, 2)
     for name, content in (
@@ -74,9 +75,8 @@ def test_words_that_do_not_fit_are_refused() -> None:
     ):
         sections = {entry[0]: entry for entry in sections_of(records, HEADER)}
         sections[name] = (name, 2 if name == "routes" else 0, len(content), content)
-        data = chunk_bytes(0, 0, 0, [record.entry for record in records], list(sections.values()))
-        head = read_chunk_head(data[:CHUNK_HEAD_BYTES], 0)
-        chunk = read_chunk(head, data[CHUNK_HEAD_BYTES : CHUNK_HEAD_BYTES + head.index_bytes])
-        opened = OpenChunk(chunk, HEADER, lambda name, sections=sections: sections[name][3])  # type: ignore[misc]
-        with pytest.raises(Damaged):
-            opened.record(0)
+        header = header_bytes(HEADER)
+        data = chunk_bytes(len(header), 0, 0, [record.entry for record in records], list(sections.values()))
+        (tmp_path / "routes").write_bytes(header + data)
+        with closing(ChunkFile(tmp_path / "routes")) as file, pytest.raises(Damaged):
+            OpenChunk(file, file.chunks[0]).record(0)

@@ -116,7 +116,7 @@ def test_verify_tells_what_is_whole_and_what_is_not(tmp_path: Path) -> None:
     assert not verdict.is_whole and (verdict.num_chunks, verdict.num_samples) == (1, 5)
     damaged, lost = verdict.problems
     assert damaged.offset == chunks[0].head.offset and damaged.reason.startswith("chunk 0 (5 samples, 1-0 to 1-4): ")
-    assert (lost.offset, lost.num_bytes) == (chunks[2].head.offset, chunks[2].head.size)
+    assert (lost.offset, lost.size) == (chunks[2].head.offset, chunks[2].head.size)
     assert verdict.unfinished == chunks[3].head.size - 9
 
 

@@ -103,7 +103,7 @@ def score_by(grader: RemoteGrader, sample: Sample, url: str, timeout_s: float = 
     async def ask() -> None:
         client = RewardClient({grader.target: Target(url, window=8, timeout_s=timeout_s)})
         try:
-            graded = await HttpExecutor(grader, client, timeout_s, 8, None).grade(sample)
+            graded = await HttpExecutor(grader, client, None).grade(sample)
             scores.append(graded.score)
         finally:
             await client.close()

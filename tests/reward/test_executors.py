@@ -8,8 +8,8 @@ from aiohttp import web
 
 from practicum.config import LimitsConfig
 from practicum.processes import Limits, ProcessPool
-from practicum.reward.client import RewardClient
-from practicum.reward.executors import HttpExecutor, InlineExecutor, IsolatedWork, ProcessExecutor
+from practicum.reward.client import RewardClient, Target
+from practicum.reward.executors import GradingWork, HttpExecutor, InlineExecutor, ProcessExecutor
 from practicum.reward.graders.exact import Exact
 from practicum.reward.graders.function import UserFunction
 from practicum.reward.graders.probe import probe_function
@@ -22,7 +22,7 @@ from tests.reward.fakes import FakeService, run
 
 async def pool_for(name: str, size: int = 2) -> ProcessPool:
     pool = ProcessPool(
-        IsolatedWork({0: UserFunction(function=function(name), shape=probe_function(function(name)))}),
+        GradingWork({0: UserFunction(function=function(name), shape=probe_function(function(name)))}),
         size=size,
         limits=Limits(256 << 20),
     )
@@ -143,8 +143,8 @@ def test_no_more_questions_are_out_than_the_window_holds_and_waiting_is_not_held
 
     async def test() -> None:
         grader = Endpoint(urls=("http://grader",))
-        client = RewardClient({grader.target: target(service.url)})
-        executor = HttpExecutor(grader, client, 0.5, 3, None)
+        client = RewardClient({grader.target: Target(service.url, window=3, timeout_s=0.5)})
+        executor = HttpExecutor(grader, client, None)
         graded = await asyncio.gather(*(executor.grade(sample) for sample in samples_of(*"x" * 30)))
         assert [one.score.value for one in graded] == [1.0] * 30  # a second in all, half a second each
         assert graded[-1].waited_s > 0.5 > graded[-1].ran_s
@@ -161,7 +161,7 @@ def test_tokens_are_counted_as_the_server_says() -> None:
         async with LimitKeeper(LimitsConfig(tokens_per_minute=20)) as keeper:
             limits = await LimitClient.connect(keeper.address)
             client = RewardClient({grader.target: target(service.url)})
-            executor = HttpExecutor(grader, client, 5.0, 8, limits)
+            executor = HttpExecutor(grader, client, limits)
             for sample in samples_of(*"x" * 6):  # five tokens each, of which the server uses one
                 assert (await executor.grade(sample)).score.value == 1.0
             await client.close()

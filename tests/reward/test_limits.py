@@ -254,7 +254,7 @@ def test_what_a_client_held_is_free_when_it_is_gone() -> None:
             waiting_first = asyncio.create_task(first.ask(1))
             waiting = asyncio.create_task(holding(second, 1))
             assert not await is_granted(waiting)
-            first.transport.abort()  # as when its process is killed
+            first.connection.transport.abort()  # as when its process is killed
             await waiting
             with pytest.raises(ConnectionError):
                 await waiting_first

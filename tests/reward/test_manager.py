@@ -21,7 +21,7 @@ from practicum.controller import Controller, LocalWorkerGroup, RayClassWithInitA
 from practicum.errors import RewardError, WorkerDied
 from practicum.reward import RewardLoopManager, RewardLoopWorker
 from practicum.reward.executors import Graded
-from practicum.reward.manager import ExpectedCosts, GradingPolicy
+from practicum.reward.manager import ExpectedCosts
 from practicum.reward.report import GradingReport, Progress
 from practicum.reward.worker import Finished
 from practicum.types import PromptGroup, Score
@@ -37,13 +37,13 @@ async def open_manager(
     config: dict[str, Any],
     timeout_s: float = 10.0,
     on_progress: Callable[[Progress], None] = lambda progress: None,
-    **policy: Any,
+    **settings: Any,
 ) -> AsyncIterator[RewardLoopManager]:
     """Two workers in this process."""
     packed = RayClassWithInitArgs(RewardLoopWorker, reward_settings(config, timeout_s=timeout_s, num_processes=2))
     workers = LocalWorkerGroup(packed, name="graders", world_size=2)
     try:
-        manager = RewardLoopManager(workers, GradingPolicy(**policy), on_progress=on_progress)
+        manager = RewardLoopManager(workers, **settings, on_progress=on_progress)
         await manager.start()
         yield manager
     finally:
@@ -168,15 +168,6 @@ def test_timeouts_are_tried_again_and_what_is_the_samples_fault_is_not(tmp_path:
     assert report.num_retried == 2  # both of the one that hangs
 
 
-def test_a_failure_may_cost_its_whole_group() -> None:
-    first, second = groups_for("0", "1", "2", "3", per_group=2)
-    for trajectory, status in zip([*first.trajectories, *second.trajectories], "oxoo", strict=True):
-        trajectory.score = Score(1.0) if status == "o" else Score.failed("timeout", "late")
-    masking, dropping = GradingPolicy(), GradingPolicy(on_failure="drop_group")
-    assert [masking.kept(first), masking.kept(second)] == [[True, False], [True, True]]
-    assert [dropping.kept(first), dropping.kept(second)] == [[False, False], [True, True]]
-
-
 def test_answers_are_graded_while_others_are_still_being_written(tmp_path: Path) -> None:
     file = tmp_path / "calls"
     file.touch()
@@ -294,8 +285,8 @@ class FakeGroup:
         self.num_restarts += 1
 
 
-def manager_of(group: FakeGroup, policy: GradingPolicy | None = None) -> RewardLoopManager:
-    return RewardLoopManager(cast(Any, group), policy)
+def manager_of(group: FakeGroup, **settings: Any) -> RewardLoopManager:
+    return RewardLoopManager(cast(Any, group), **settings)
 
 
 class Mortal(FakeGroup):
@@ -331,7 +322,7 @@ def test_workers_that_die_are_started_anew_and_what_they_had_is_graded_again(hal
 def test_workers_that_die_again_and_again_are_an_infra_error_not_a_hang() -> None:
     async def test() -> None:
         groups, group = groups_for(*"abc"), Mortal(num_deaths=9)
-        await manager_of(group, GradingPolicy(max_failure_share=1.0)).grade(groups)
+        await manager_of(group, max_failure_share=1.0).grade(groups)
         assert statuses(scores_of(groups)) == ["infra_error"] * 3
         assert "ended 3 times in this round: rank 1 is gone" in scores_of(groups)[0].reason
         assert group.num_restarts == 2
@@ -504,7 +495,7 @@ class Chaotic(FakeGroup):
 def test_whatever_happens_every_trajectory_is_settled_once_and_with_its_own_score(seed: int, sizes: list[int]) -> None:
     async def test() -> None:
         group = Chaotic(seed)
-        manager = manager_of(group, GradingPolicy(retries=1, max_failure_share=1.0))
+        manager = manager_of(group, retries=1, max_failure_share=1.0)
         groups = [groups_for(*["x" * (n + k) for k in range(n)], per_group=n)[0] for n in sizes]
         async with manager.round() as grading:
             for one in groups:
@@ -570,7 +561,7 @@ def test_a_worker_killed_in_the_middle_costs_no_score(two_processes: Controller,
     packed = RayClassWithInitArgs(RewardLoopWorker, worker_settings)
 
     async def test(workers: Any) -> None:
-        manager = RewardLoopManager(workers, GradingPolicy(max_failure_share=0.0))
+        manager = RewardLoopManager(workers, max_failure_share=0.0)
         await manager.start()
         servers = fork_servers()
         assert len(servers) >= 2

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 
+from practicum.controller.loop import run_sync
 from practicum.rollout.base import BaseRollout
 from practicum.types import Prompt, PromptGroup, Sample, SamplingParams
 
-T = TypeVar("T")
-
-
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(coroutine)
+run = run_sync
 
 
 def ask(

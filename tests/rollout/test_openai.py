@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,31 @@ class TestContract(EngineContract):
             run(engine.resume())
             yield engine
             run(engine.close())
+
+
+def test_a_server_that_takes_new_weights_is_not_taken_for_another(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has them a while before it says so, and the engine checks its servers every now and then."""
+    monkeypatch.setattr("practicum.rollout.openai._INTERVAL_S", 0.3)
+    with FakeServer("practicum", version=0) as server:
+
+        def load(body: dict[str, Any]) -> None:
+            server.version = body["version"]
+            time.sleep(1.0)
+
+        server.on_update = load
+        engine = OpenAIRollout([server.url], model_path=str(tiny_model))
+        run(engine.resume())
+        for version in (1, 2):
+            run(
+                engine.update_weights(
+                    WeightUpdate(version, load_model(str(tiny_model)).named_parameters(), shared=False)
+                )
+            )
+            (sample,) = written(engine, ask())
+            assert set(sample.versions.tolist()) == {version}
+        run(engine.close())
 
 
 def test_it_sleeps_wakes_up_and_takes_weights_where_the_server_can(tiny_model: Path) -> None:

@@ -109,8 +109,7 @@ def _is_spent(reply: tuple[int, bool | None, Any]) -> bool:
 
 
 class _AsyncChild:
-    """Runs many jobs at once. A message with a job starts it, one with None for a job cancels it and is answered at
-    once."""
+    """Runs many jobs at once. A message with None for a job cancels it and is answered at once."""
 
     def __init__(self, connection: socket.socket, current: SharedNumber, run: Callable[[Any], Any]) -> None:
         self._connection = connection

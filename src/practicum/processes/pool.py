@@ -4,7 +4,7 @@
                   ▲              │ hangs, crashes, leaks: the job that did it fails; the process is replaced
                   └──────────────┘ others that were in the same process wait again
 
-Processes are forked when there is work for them and stay. The deadline of a job begins when it is handed to a process.
+Processes are forked when there is work for them and stay. The deadline of a job begins when it is sent to a process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from practicum.processes.child import NOBODY, SharedNumber
 from practicum.processes.link import Channel, ForkServerClient
 from practicum.processes.work import Limits, Work, packed
 
-_MOST_LOSSES = 3
+_MOST_REQUEUES = 3
 _MOST_SERVER_STARTS = 5
 _CANCEL_GRACE_S = 1.0
 _START_S = 30.0
@@ -98,7 +98,7 @@ class ProcessPool:
         self._num_server_starts = 0
         self._is_closed = False
         self._broken: str | None = None  # why no process can be had any more
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._restarting: asyncio.Task[None] | None = None
         self._is_async = limits.capacity > 1
 
     async def start(self) -> None:
@@ -146,16 +146,15 @@ class ProcessPool:
         for process in self._processes:
             process.close()
         self._processes.clear()
-        for task in self._tasks:
-            task.cancel()
+        if self._restarting is not None:
+            self._restarting.cancel()
         await self._server.close()
 
     # What processes do
 
     def _replied(self, process: _Process, number: int, is_result: bool | None, value: Any, is_spent: bool) -> None:
-        """Take a reply. `is_result` is None for a job that was cancelled as asked. A process's first word is
-        nobody's."""
-        if number == NOBODY:
+        """Take a reply. `is_result` is None for a job that was cancelled as asked."""
+        if number == NOBODY:  # it has started
             process.is_up = True
             for waiting in process.jobs.values():
                 self._start_clock(waiting, process)
@@ -168,7 +167,7 @@ class ProcessPool:
             if number in process.verdicts:
                 self._fail(job, process.verdicts.pop(number))
             elif is_result is None:
-                self._lose(job, "it was cancelled together with another", is_suspect=False)
+                self._requeue(job, "it was cancelled together with another", is_suspect=False)
             elif is_result:
                 if not job.done.done():
                     job.done.set_result(value)
@@ -179,8 +178,7 @@ class ProcessPool:
         self._assign()
 
     def _hung_up(self, process: _Process) -> None:
-        """Take note that its end of the connection is closed: it has ended, as the server will say, or has cut itself
-        off."""
+        """Note that it has closed its connection: it has ended, as the server will say, or has cut itself off."""
         process.is_leaving = True
         if process in self._processes:
             asyncio.get_running_loop().call_later(_CANCEL_GRACE_S, self._cut_off, process)
@@ -220,7 +218,7 @@ class ProcessPool:
             elif job.number == culprit and not verdicts and not _was_killed(status):
                 self._fail(job, JobFailed("crashed", how))
             else:
-                self._lose(job, how, is_suspect=job.number == culprit or not is_known)
+                self._requeue(job, how, is_suspect=job.number == culprit or not is_known)
         self._assign()
 
     def _server_lost(self, code: int) -> None:
@@ -235,9 +233,7 @@ class ProcessPool:
             self._fail_all("the process that starts the others died again and again")
             return
         self._num_server_starts += 1
-        task = asyncio.get_running_loop().create_task(self._restart_server())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._restarting = asyncio.ensure_future(self._restart_server())
 
     async def _restart_server(self) -> None:
         try:
@@ -257,7 +253,7 @@ class ProcessPool:
             process = self._with_room() or self._grown()
             if process is None:
                 return
-            self._hand_over(self._waiting.popleft(), process)
+            self._send(self._waiting.popleft(), process)
 
     def _with_room(self) -> _Process | None:
         room = [p for p in self._processes if not p.is_leaving and len(p.jobs) < self._limits.capacity]
@@ -278,14 +274,13 @@ class ProcessPool:
         self._processes.add(process)
         return process
 
-    def _hand_over(self, job: _Job, process: _Process) -> None:
+    def _send(self, job: _Job, process: _Process) -> None:
         process.jobs[job.number] = job
         process.channel.send_packed(job.message)
         self._start_clock(job, process)
 
     def _start_clock(self, job: _Job, process: _Process) -> None:
-        """Start a job's deadline. On a machine with much to do, a process may take its time to start: that is not the
-        job's."""
+        """Start a job's deadline. The time that a process takes to start, on a busy machine, does not count."""
         job.stop_clock()
         job.begun_at = time.monotonic()
         time_s = job.timeout_s if process.is_up else job.timeout_s + _START_S
@@ -337,11 +332,10 @@ class ProcessPool:
         else:
             self._server.kill(process.pid)
 
-    def _lose(self, job: _Job, how: str, *, is_suspect: bool) -> None:
-        """Let a job wait again, in front of the others. Where another may have ended the process, that does not
-        count."""
+    def _requeue(self, job: _Job, how: str, *, is_suspect: bool) -> None:
+        """Let a job wait again, in front of the others. It counts where the job may have ended the process."""
         job.times_lost += is_suspect
-        if job.times_lost > _MOST_LOSSES:
+        if job.times_lost > _MOST_REQUEUES:
             self._fail(job, JobFailed("lost", f"the process it was in ended {job.times_lost} times: {how}"))
         elif not job.done.done():
             self._waiting.appendleft(job)

@@ -20,6 +20,7 @@ import socket
 import sys
 import traceback
 import warnings
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -98,7 +99,7 @@ class ForkServer:
         except (BrokenPipeError, ConnectionResetError):
             code = 0  # the pool has gone
         except MemoryError:
-            pass  # told by the exit code; there is no room for more
+            pass  # the exit code says so; there is no room for more
         except BaseException:
             traceback.print_exc()
         finally:
@@ -110,10 +111,7 @@ class ForkServer:
     def _kill(self, pid: int) -> None:
         if pid not in self._children:
             return
-        with suppress(psutil.Error):
-            for descendant in psutil.Process(pid).children(recursive=True):
-                with suppress(psutil.Error):
-                    descendant.kill()
+        _kill_below(pid)
         _kill_group(pid)
         os.kill(pid, signal.SIGKILL)  # it may not have come to have a group of its own yet
 
@@ -128,28 +126,26 @@ class ForkServer:
             if pid in self._children:
                 self._children.discard(pid)
                 _kill_group(pid)  # what it had started and left in its group
-                self._end_strays()
+                _kill_below(spare=self._children)  # what was cut loose from a process that has ended
                 with suppress(OSError):
                     self._send("ended", pid, status)
 
-    def _end_strays(self) -> None:
-        """Kill children that nobody here has forked: they were cut loose from a process that has ended."""
-        with suppress(psutil.Error):
-            for stray in psutil.Process().children():
-                if stray.pid not in self._children:
-                    with suppress(psutil.Error):
-                        stray.kill()
-
     def _end_all(self) -> None:
         while True:
-            with suppress(psutil.Error):
-                for descendant in psutil.Process().children(recursive=True):
-                    with suppress(psutil.Error):
-                        descendant.kill()
+            _kill_below()
             try:
                 os.waitpid(-1, 0)
             except ChildProcessError:
                 return
+
+
+def _kill_below(pid: int | None = None, spare: Collection[int] | None = None) -> None:
+    """Kill the descendants of a process, by default this one; with `spare`, only its other children."""
+    with suppress(psutil.Error):
+        for process in psutil.Process(pid).children(recursive=spare is None):
+            if process.pid not in (spare or ()):
+                with suppress(psutil.Error):
+                    process.kill()
 
 
 def _kill_group(pid: int) -> None:

@@ -24,8 +24,7 @@ class Limits:
 
 
 class Work(ABC):
-    """What a pool does; picklable. `prepare` runs once, before the first process is forked; `run` once per job, in a
-    process."""
+    """What a pool does; picklable. `prepare` runs once, before the first fork; `run` once per job, in a process."""
 
     @abstractmethod
     def prepare(self) -> None: ...

@@ -67,7 +67,7 @@ class RecordingHeader:
     def dtype(self) -> type[np.unsignedinteger[Any]]:
         return route_dtype(self.num_experts)
 
-    def differences(self, other: RecordingHeader) -> list[str]:
+    def differences(self, other: RecordingHeader, *, with_ranks: bool = False) -> list[str]:
         """Return why routes recorded with this one cannot be used where the other holds: both sides of each reason."""
         named = [
             ("model", self.model, other.model),
@@ -79,6 +79,8 @@ class RecordingHeader:
         found = [f"{name} {own}, not {theirs}" for name, own, theirs in named if own != theirs]
         if len(self.layers) == len(other.layers) and self.layers != other.layers:
             found.append(f"layers {list(self.layers)}, not {list(other.layers)}")
+        if with_ranks and (self.rank, self.num_ranks) != (other.rank, other.num_ranks):
+            found.append(f"rank {self.rank} of {self.num_ranks}, not {other.rank} of {other.num_ranks}")
         return found
 
 
@@ -161,7 +163,7 @@ class Section:
     checksum: int  # of the coded bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
     """A chunk without its payload."""
 
@@ -268,17 +270,26 @@ class LostBytes:
 
 
 class ChunkFile:
-    """The chunks of a file, read from a descriptor that is its owner's to close."""
+    """The chunks of a file. Raises `OSError` if it cannot be opened, `ReplayError` if it is no recording."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._descriptor = descriptor
-        self.header, self.end = self._read_header()  # and `end` then moves on, past the last whole chunk
         self.chunks: list[Chunk] = []
         self.lost: list[LostBytes] = []
         self.unfinished: LostBytes | None = None  # after `end`
         self.next_number = 0
-        self.refresh()
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.header, self.end = self._read_header()  # and `end` then moves on, past the last whole chunk
+            self.refresh()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def refresh(self) -> list[Chunk]:
         """Return the chunks that have been added since the last time."""
@@ -286,8 +297,12 @@ class ChunkFile:
         file_size = self._size()
         self.unfinished = None
         while (at := self.end) < file_size:
+            data = self._read(at, CHUNK_HEAD_BYTES)
+            if len(data) < CHUNK_HEAD_BYTES and CHUNK_MAGIC.startswith(data[: len(CHUNK_MAGIC)]):
+                self.unfinished = LostBytes(at, file_size - at, "")
+                break
             try:
-                head = self._head_at(at, file_size)
+                head = read_chunk_head(data, at)
             except Damaged as error:
                 following = self._next_head(at + 1, file_size)
                 if following is None:  # maybe there will be one later: looked for again the next time
@@ -296,7 +311,7 @@ class ChunkFile:
                 self.lost.append(LostBytes(at, following - at, str(error)))
                 self.end = following
                 continue
-            if head is None or at + head.size > file_size:
+            if at + head.size > file_size:
                 self.unfinished = LostBytes(at, file_size - at, "")
                 break
             try:
@@ -331,13 +346,6 @@ class ChunkFile:
         except Damaged as error:
             raise ReplayError(f"{self.path} cannot be used: {error}.") from error
         return found
-
-    def _head_at(self, at: int, file_size: int) -> ChunkHead | None:
-        """Return the head of a chunk; None if the file ends before the head does."""
-        data = self._read(at, CHUNK_HEAD_BYTES)
-        if at + CHUNK_HEAD_BYTES > file_size and CHUNK_MAGIC.startswith(data[: len(CHUNK_MAGIC)]):
-            return None
-        return read_chunk_head(data, at)
 
     def _next_head(self, at: int, file_size: int) -> int | None:
         """Return where the next chunk begins whose head is right."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -17,10 +18,10 @@ from practicum.replay.combinations import Ids
 from practicum.replay.format import (
     CODED_ROUTES,
     Chunk,
+    ChunkFile,
     Damaged,
     RecordingHeader,
     SampleEntry,
-    Section,
     section_bytes,
     section_content,
 )
@@ -112,7 +113,7 @@ def sections_of(records: Sequence[RecordedSample], header: RecordingHeader) -> l
     if not known.all():
         # What stands where nothing is known need not be a combination: it is made one.
         experts = np.where(known[:, None, None], experts, np.arange(header.k).astype(experts.dtype))
-    sections.append(("routes", *_coded_routes(experts, header)))
+    sections.append(("routes", CODED_ROUTES, experts.nbytes, encode_routes(experts, header.num_experts)))
     add("words", json.dumps(_words_of(records), separators=(",", ":")).encode(), compress=True)
     return sections
 
@@ -120,16 +121,12 @@ def sections_of(records: Sequence[RecordedSample], header: RecordingHeader) -> l
 class OpenChunk:
     """The samples of a chunk. Its sections are read and decoded when first needed, and kept."""
 
-    def __init__(self, chunk: Chunk, header: RecordingHeader, read: Callable[[str], bytes]) -> None:
+    def __init__(self, file: ChunkFile, chunk: Chunk) -> None:
+        self._file = file
         self._chunk = chunk
-        self._header = header
-        self._read = read  # coded bytes of a section, their checksum checked
-        entries = chunk.samples
-        self._prompt_ends = [0, *accumulate(entry.num_prompt for entry in entries)]
-        self._answer_ends = [0, *accumulate(entry.num_answer for entry in entries)]
+        self._prompt_ends = [0, *accumulate(entry.num_prompt for entry in chunk.samples)]
+        self._answer_ends = [0, *accumulate(entry.num_answer for entry in chunk.samples)]
         self._arrays: dict[str, NDArray[Any]] = {}
-        self._experts: Ids | None = None
-        self._words: dict[str, Any] | None = None
 
     def record(self, i: int) -> RecordedSample:
         """Return the i-th of the chunk. `Damaged` if what was written cannot be that of a sample."""
@@ -140,7 +137,7 @@ class OpenChunk:
         """Return the same without its routes, which take the longest."""
         entry = self._chunk.samples[i]
         arrays: dict[str, Any] = {name: self._own(name, i) for name in _ARRAYS}
-        words = self._all_words()
+        words = self._words
         try:
             own = words["samples"][i]
             prompt = _prompt_from(words["prompts"][own["prompt"]])
@@ -150,12 +147,11 @@ class OpenChunk:
             raise Damaged(f"sample {entry.id} makes no sense ({error})") from error
 
     def routes(self, i: int) -> RoutedExperts:
-        entry = self._chunk.samples[i]
+        header = self._file.header
         start = self._prompt_ends[i] + self._answer_ends[i]
-        tokens = slice(start, start + entry.num_tokens)
-        layers = np.array(self._header.layers, np.int32)
+        tokens = slice(start, start + self._chunk.samples[i].num_tokens)
         known = self._array("known", "?", self._chunk.num_tokens)[tokens].copy()
-        return RoutedExperts(self._all_experts()[tokens].copy(), layers, known, self._header.num_experts)
+        return RoutedExperts(self._experts[tokens].copy(), np.array(header.layers, np.int32), known, header.num_experts)
 
     def _own(self, name: str, i: int) -> NDArray[Any]:
         """Return a copy, so that what is kept of a chunk is not held, or changed, by whom it was given to."""
@@ -173,44 +169,33 @@ class OpenChunk:
             self._arrays[name] = whole.astype(whole.dtype.newbyteorder("="), copy=False)
         return self._arrays[name]
 
-    def _all_experts(self) -> Ids:
-        if self._experts is None:
-            coded = self._read("routes")
-            self._experts = _decoded_routes(coded, self._chunk.sections["routes"], self._chunk, self._header)
-        return self._experts
+    @cached_property
+    def _experts(self) -> Ids:
+        coded = self._file.section(self._chunk, "routes")
+        coding, header = self._chunk.sections["routes"].coding, self._file.header
+        if coding != CODED_ROUTES:
+            raise Damaged(f"its routes have the coding {coding}, which is unknown")
+        try:
+            return decode_routes(coded, self._chunk.num_tokens, len(header.layers), header.k, header.num_experts)
+        except ValueError as error:
+            raise Damaged(str(error)) from error
 
-    def _all_words(self) -> dict[str, Any]:
-        if self._words is None:
-            content = self._content("words")
-            try:
-                self._words = json.loads(content)
-            except ValueError as error:
-                raise Damaged(f"its words are no JSON ({error})") from error
-        assert self._words is not None
-        return self._words
+    @cached_property
+    def _words(self) -> Any:
+        content = self._content("words")
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise Damaged(f"its words are no JSON ({error})") from error
 
     def _content(self, name: str) -> bytes:
-        coded = self._read(name)
+        coded = self._file.section(self._chunk, name)
         return section_content(self._chunk.sections[name], coded)
 
 
 def _array(sample: Sample, name: str) -> NDArray[Any]:
     array: NDArray[Any] | None = getattr(sample, name)
     return np.full(len(sample.token_ids), np.nan, np.float32) if array is None else array
-
-
-def _coded_routes(experts: Ids, header: RecordingHeader) -> tuple[int, int, bytes]:
-    """Return coding, size before coding and coded bytes."""
-    return CODED_ROUTES, experts.nbytes, encode_routes(experts, header.num_experts)
-
-
-def _decoded_routes(coded: bytes, section: Section, chunk: Chunk, header: RecordingHeader) -> Ids:
-    if section.coding != CODED_ROUTES:
-        raise Damaged(f"its routes have the coding {section.coding}, which is unknown")
-    try:
-        return decode_routes(coded, chunk.num_tokens, len(header.layers), header.k, header.num_experts)
-    except ValueError as error:
-        raise Damaged(str(error)) from error
 
 
 def _words_of(records: Sequence[RecordedSample]) -> dict[str, Any]:
@@ -222,20 +207,11 @@ def _words_of(records: Sequence[RecordedSample]) -> dict[str, Any]:
         if id(sample.prompt) not in prompts:
             prompts[id(sample.prompt)] = len(written)
             written.append(_words_of_prompt(sample.prompt))
-        grade = {
-            "value": None if score.value is None else float(score.value),
-            "parts": {name: float(part) for name, part in score.parts.items()},
-            "status": score.status,
-            "reason": score.reason,
-        }
-        samples.append(
-            {
-                "prompt": prompts[id(sample.prompt)],
-                "text": sample.text,
-                "finish_reason": sample.finish_reason,
-                "score": grade,
-            }
-        )
+        value = None if score.value is None else float(score.value)
+        parts = {name: float(part) for name, part in score.parts.items()}
+        grade = {"value": value, "parts": parts, "status": score.status, "reason": score.reason}
+        own = {"prompt": prompts[id(sample.prompt)], "text": sample.text}
+        samples.append(own | {"finish_reason": sample.finish_reason, "score": grade})
     return {"prompts": written, "samples": samples}
 
 

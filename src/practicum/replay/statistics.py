@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from practicum.errors import ReplayError
-from practicum.replay.format import ChunkFile, Damaged, RecordingHeader
+from practicum.replay.format import Chunk, ChunkFile, Damaged, LostBytes, RecordingHeader
 from practicum.replay.records import OpenChunk
 from practicum.replay.store import Recording, rank_path
 
@@ -67,15 +67,14 @@ def statistics(recording: Recording) -> Statistics:
         num_unknown=num_unknown,
         num_chunks=len(chunks),
         num_bytes=sum(file.end for file in recording.files),
-        num_lost_bytes=sum(part.size for file in recording.files for part in file.lost),
-        size=_size(recording),
+        num_lost_bytes=recording.num_lost_bytes,
+        size=_size(recording, chunks),
         load=load,
     )
 
 
-def _size(recording: Recording) -> Size:
+def _size(recording: Recording, chunks: list[Chunk]) -> Size:
     header = recording.header
-    chunks = [chunk for file in recording.files for chunk in file.chunks]
     recorded = max(1, sum(chunk.num_tokens for chunk in chunks))  # with those that were replaced
     rows = len(header.layers)
     return Size(
@@ -184,13 +183,6 @@ def _num_missing(one: NDArray[Any], other: NDArray[Any], header: RecordingHeader
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    offset: int
-    reason: str
-    num_bytes: int  # that cannot be used
-
-
-@dataclass(frozen=True, slots=True)
 class Verdict:
     """The verdict on one file."""
 
@@ -198,7 +190,7 @@ class Verdict:
     num_chunks: int  # that are whole
     num_samples: int  # records in them
     num_bytes: int  # of the file
-    problems: list[Problem]
+    problems: list[LostBytes]
     unfinished: int  # bytes of a chunk that was being written
 
     @property
@@ -217,38 +209,34 @@ def verify(path: str | Path) -> Iterator[Verdict]:
 
 def _verify_file(path: Path) -> tuple[Verdict, RecordingHeader | None]:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        size = path.stat().st_size
+        with closing(ChunkFile(path)) as file:
+            return _verify_chunks(file, size), file.header
     except OSError as error:
-        return Verdict(path, 0, 0, 0, [Problem(0, f"it cannot be read: {error.strerror}", 0)], 0), None
-    try:
-        size = os.fstat(descriptor).st_size
-        try:
-            file = ChunkFile(path, descriptor)
-        except ReplayError as error:
-            return Verdict(path, 0, 0, size, [Problem(0, str(error.__cause__ or error), size)], 0), None
-        return _verify_chunks(file, size), file.header
-    finally:
-        os.close(descriptor)
+        size, reason = 0, f"it cannot be read: {error.strerror}"
+    except ReplayError as error:
+        reason = str(error.__cause__ or error)
+    return Verdict(path, 0, 0, size, [LostBytes(0, size, reason)], 0), None
 
 
 def _verify_chunks(file: ChunkFile, size: int) -> Verdict:
-    problems = [Problem(lost.offset, lost.reason, lost.size) for lost in file.lost]
+    problems = [*file.lost]
     num_chunks = num_samples = 0
     for chunk in file.chunks:
-        content = OpenChunk(chunk, file.header, lambda name, chunk=chunk: file.section(chunk, name))  # type: ignore[misc]
+        content = OpenChunk(file, chunk)
         try:
             for i in range(len(chunk.samples)):
                 content.record(i)
         except (Damaged, ReplayError) as error:
             samples = f"{len(chunk.samples)} samples, {chunk.samples[0].id} to {chunk.samples[-1].id}"
             reason = f"chunk {chunk.head.number} ({samples}): {error}"
-            problems.append(Problem(chunk.head.offset, reason, chunk.head.size))
+            problems.append(LostBytes(chunk.head.offset, chunk.head.size, reason))
             continue
         num_chunks += 1
         num_samples += len(chunk.samples)
     rest = file.unfinished
     if rest is not None and rest.reason:
-        problems.append(Problem(rest.offset, rest.reason, rest.size))
+        problems.append(rest)
     problems.sort(key=lambda problem: problem.offset)
     unfinished = rest.size if rest is not None and not rest.reason else 0
     return Verdict(file.path, num_chunks, num_samples, size, problems, unfinished)

@@ -12,10 +12,10 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -37,6 +37,7 @@ from practicum.replay.records import OpenChunk, RecordedSample, check_routes, or
 from practicum.types import RoutedExperts, Sample
 
 T = TypeVar("T")
+Sections = Sequence[tuple[str, int, int, bytes]]
 
 CHUNK_TOKENS = 1 << 14
 _KEPT_CHUNKS = 4
@@ -59,13 +60,13 @@ class RouteWriter:
         self.header = header
         self._chunk_tokens = chunk_tokens
         self._closed = False
-        try:
+        self._end = self._number = 0  # where the next chunk goes, and its number
+        with self._failures():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise self._unwritable(error) from error
         try:
-            self._end, self._number = self._begin()
+            with self._failures():
+                self._begin()
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -83,22 +84,17 @@ class RouteWriter:
                 sections = sections_of(part, self.header)
             except ValueError as error:
                 raise ReplayError(f"{self.path}: samples {part[0].id} to {part[-1].id}: {error}.") from error
-            entries = [record.entry for record in part]
-            self._write(chunk_bytes(self._end, time.time_ns(), self._number, entries, sections))
-            self._number += 1
+            self._add([record.entry for record in part], sections)
             num_bytes += sum(len(coded) for name, _, _, coded in sections if name == "routes")
         return num_bytes
 
     def begin_again(self, step: int) -> None:
         """Declare that what the file holds of this step and later ones does not count any more."""
-        self._write(chunk_bytes(self._end, time.time_ns(), self._number, [], [], anew_from=step))
-        self._number += 1
+        self._add([], [], anew_from=step)
 
     def sync(self) -> None:
-        try:
+        with self._failures():
             os.fsync(self._descriptor)
-        except OSError as error:
-            raise self._unwritable(error) from error
 
     def close(self) -> None:
         if self._closed:
@@ -115,33 +111,29 @@ class RouteWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _begin(self) -> tuple[int, int]:
-        """Lock the file; where the next chunk goes, and its number."""
+    def _begin(self) -> None:
+        """Lock the file, find its end, and begin it if there is nothing in it."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ReplayError(
                 f"{self.path} is being written by another process: wait for it or use another file."
             ) from error
-        except OSError as error:  # a file system without locks
-            raise self._unwritable(error) from error
-        self._end = 0
-        try:
-            if self._holds_nothing():
-                header = header_bytes(self.header)
-                self._write(header)
-                os.ftruncate(self._descriptor, len(header))
-                _sync_folder(self.path.parent)
-                return self._end, 0
-            found = ChunkFile(self.path, self._descriptor)
-            self._check(found.header)
-            os.ftruncate(self._descriptor, found.end)
-        except OSError as error:
-            raise self._unwritable(error) from error
-        return found.end, found.next_number
+        if self._holds_nothing():
+            self._write(header_bytes(self.header))
+            os.ftruncate(self._descriptor, self._end)
+            _sync_folder(self.path.parent)
+            return
+        with closing(ChunkFile(self.path)) as found:
+            if differences := found.header.differences(self.header, with_ranks=True):
+                raise ReplayError(
+                    f"{self.path} cannot be continued: it was made with {'; '.join(differences)}. Use another file."
+                )
+            self._end, self._number = found.end, found.next_number
+        os.ftruncate(self._descriptor, self._end)
 
     def _holds_nothing(self) -> bool:
-        """Return whether the file is new, or whoever began it was killed before the header was written."""
+        """Return whether the file is new, or its writer was killed before the header was written."""
         size = os.fstat(self._descriptor).st_size
         start = os.pread(self._descriptor, min(size, MOST_HEADER_BYTES * 2), 0)
         try:
@@ -149,45 +141,48 @@ class RouteWriter:
         except Damaged:
             return False  # and it is not for us to overwrite
 
-    def _check(self, before: RecordingHeader) -> None:
-        differences = before.differences(self.header)
-        if (before.rank, before.num_ranks) != (self.header.rank, self.header.num_ranks):
-            differences.append(
-                f"rank {before.rank} of {before.num_ranks}, not {self.header.rank} of {self.header.num_ranks}"
-            )
-        if differences:
-            raise ReplayError(
-                f"{self.path} cannot be continued: it was made with {'; '.join(differences)}. Use another file."
-            )
+    def _add(self, samples: Sequence[SampleEntry], sections: Sections, anew_from: int | None = None) -> None:
+        self._write(chunk_bytes(self._end, time.time_ns(), self._number, samples, sections, anew_from))
+        self._number += 1
 
     def _write(self, data: bytes) -> None:
         assert not self._closed, "the writer has been closed"
         view, at = memoryview(data), self._end
         try:
-            while view:
-                written = os.pwrite(self._descriptor, view, at)
-                view, at = view[written:], at + written
-        except OSError as error:
+            with self._failures():
+                while view:
+                    written = os.pwrite(self._descriptor, view, at)
+                    view, at = view[written:], at + written
+        except ReplayError:
             with suppress(OSError):  # then the beginning of a chunk stays: readers pass over it, a writer replaces it
                 os.ftruncate(self._descriptor, self._end)
-            raise self._unwritable(error) from error
+            raise
         self._end = at
 
-    def _unwritable(self, error: OSError) -> ReplayError:
-        return ReplayError(f"recording {self.path} cannot be written: {error.strerror}.")
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ReplayError(f"recording {self.path} cannot be written: {error.strerror}.") from error
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
     """The place of the record of a sample."""
 
-    file: int
+    file: ChunkFile
     chunk: Chunk
     i: int  # in the chunk
 
     @property
     def entry(self) -> SampleEntry:
         return self.chunk.samples[self.i]
+
+    @property
+    def on_disk(self) -> tuple[int, int]:
+        """The rank whose file it is in, and its offset there."""
+        return self.file.header.rank, self.chunk.head.offset
 
 
 class Recording:
@@ -196,19 +191,19 @@ class Recording:
     def __init__(self, path: str | Path, rank: int | None = None) -> None:
         """Open a recording; with `rank` what that one has written, alone."""
         self.path = Path(path) if rank is None else rank_path(path, rank)
-        self._descriptors: list[int] = []
+        self.files: list[ChunkFile] = []
         self._places: dict[str, _Place] = {}
         self._steps: dict[int, list[str]] | None = None
-        self._open: OrderedDict[tuple[int, int], OpenChunk] = OrderedDict()
+        self._opened = lru_cache(_KEPT_CHUNKS)(OpenChunk)
         try:
-            self.files = [self._open_file(self.path, of=None)]
+            self._open(self.path)
             if rank is None:
                 self._open_others()
         except BaseException:
             self.close()
             raise
-        for i, file in enumerate(self.files):
-            self._add(i, file.chunks)
+        for file in self.files:
+            self._add(file, file.chunks)
 
     @property
     def header(self) -> RecordingHeader:
@@ -222,7 +217,7 @@ class Recording:
     @property
     def ids_on_disk(self) -> list[str]:
         """The ids in the order of the files: the order in which to read all of them."""
-        return sorted(self._places, key=lambda id: (self._places[id].file, self._places[id].chunk.head.offset))
+        return sorted(self._places, key=lambda id: self._places[id].on_disk)
 
     @property
     def steps(self) -> list[int]:
@@ -239,7 +234,7 @@ class Recording:
         return self._place(id).entry
 
     def record(self, id: str) -> RecordedSample:
-        return self._read(self._place(id), OpenChunk.record)
+        return self._read(id, OpenChunk.record)
 
     def records(self, step: int) -> list[RecordedSample]:
         """Return the records of a step, in the order of its batch."""
@@ -251,7 +246,7 @@ class Recording:
         Raises `ReplayError` if not all of them are there.
         """
         self.check_whole(step)
-        return [self._read(self._place(id), OpenChunk.sample) for id in self._ids_of(step)]
+        return [self._read(id, OpenChunk.sample) for id in self._ids_of(step)]
 
     def check_whole(self, step: int) -> None:
         """Raise `ReplayError` unless all samples of the step are there. Nothing but the index is read."""
@@ -272,11 +267,9 @@ class Recording:
 
     def routes(self, ids: Sequence[str]) -> list[RoutedExperts]:
         """Return the routes of these samples, in this order; each chunk they are in is decoded once."""
-        places = [self._place(id) for id in ids]
-        found: dict[int, RoutedExperts] = {}
-        for i in sorted(range(len(ids)), key=lambda i: (places[i].file, places[i].chunk.head.offset)):
-            found[i] = self._read(places[i], OpenChunk.routes)
-        return [found[i] for i in range(len(ids))]
+        on_disk = sorted(ids, key=lambda id: self._place(id).on_disk)
+        found = {id: self._read(id, OpenChunk.routes) for id in on_disk}
+        return [found[id] for id in ids]
 
     def check(self, header: RecordingHeader) -> None:
         """Raise `ReplayError` unless these are routes of that model, over texts of that tokenizer."""
@@ -287,15 +280,15 @@ class Recording:
     def refresh(self) -> int:
         """Read what was written since; return how many records that is."""
         num = 0
-        for i, file in enumerate(self.files):
+        for file in self.files:
             chunks = file.refresh()
-            self._add(i, chunks)
+            self._add(file, chunks)
             num += sum(len(chunk.samples) for chunk in chunks)
         return num
 
     def close(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        for file in self.files:
+            file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -308,32 +301,25 @@ class Recording:
             whole = f"which rank 0 of {self.header.num_ranks} wrote"
             raise ReplayError(f"{self.path} is the part of rank {self.header.rank}: name the file {whole}.")
         for rank in range(1, self.header.num_ranks):
-            self.files.append(self._open_file(rank_path(self.path, rank), of=rank))
+            part = self._open(rank_path(self.path, rank), f", the part of rank {rank} of {self.header.num_ranks},")
+            if differences := part.header.differences(replace(self.header, rank=rank), with_ranks=True):
+                raise ReplayError(f"{part.path} does not belong to {self.path}: it has {'; '.join(differences)}.")
 
-    def _open_file(self, path: Path, of: int | None) -> ChunkFile:
+    def _open(self, path: Path, which: str = "") -> ChunkFile:
         try:
-            self._descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            self.files.append(ChunkFile(path))
         except OSError as error:
-            part = "" if of is None else f", the part of rank {of} of {self.header.num_ranks},"
-            raise ReplayError(f"recording {path}{part} cannot be read: {error.strerror}.") from error
-        file = ChunkFile(path, self._descriptors[-1])
-        if of is not None:
-            first, own = self.header, file.header
-            differences = own.differences(first)
-            if (own.rank, own.num_ranks) != (of, first.num_ranks):
-                differences.append(f"rank {own.rank} of {own.num_ranks}, not {of} of {first.num_ranks}")
-            if differences:
-                raise ReplayError(f"{path} does not belong to {self.path}: it has {'; '.join(differences)}.")
-        return file
+            raise ReplayError(f"recording {path}{which} cannot be read: {error.strerror}.") from error
+        return self.files[-1]
 
-    def _add(self, file: int, chunks: Sequence[Chunk]) -> None:
+    def _add(self, file: ChunkFile, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             if chunk.anew_from is not None:
                 kept = self._places.items()
-                self._places = {id: at for id, at in kept if at.file != file or at.entry.step < chunk.anew_from}
+                self._places = {id: at for id, at in kept if at.file is not file or at.entry.step < chunk.anew_from}
             for i, entry in enumerate(chunk.samples):
                 before = self._places.get(entry.id)
-                if before is None or before.file == file or before.chunk.head.written_ns <= chunk.head.written_ns:
+                if before is None or before.file is file or before.chunk.head.written_ns <= chunk.head.written_ns:
                     self._places[entry.id] = _Place(file, chunk, i)
         self._steps = None
 
@@ -351,25 +337,20 @@ class Recording:
             raise ReplayError(f"sample {id} is not in {self.path}.{self._losses()}")
         return place
 
+    @property
+    def num_lost_bytes(self) -> int:
+        return sum(part.size for file in self.files for part in file.lost)
+
     def _losses(self) -> str:
-        lost = sum(part.size for file in self.files for part in file.lost)
+        lost = self.num_lost_bytes
         return f" {lost} bytes of it are damaged: see `practicum routes verify`." if lost else ""
 
-    def _read(self, place: _Place, read: Callable[[OpenChunk, int], T]) -> T:
+    def _read(self, id: str, read: Callable[[OpenChunk, int], T]) -> T:
+        place = self._place(id)
         try:
-            return read(self._chunk(place), place.i)
+            return read(self._opened(place.file, place.chunk), place.i)
         except Damaged as error:
-            raise self.files[place.file].error(place.chunk, error) from error
-
-    def _chunk(self, place: _Place) -> OpenChunk:
-        key = (place.file, place.chunk.head.offset)
-        if key not in self._open:
-            file, chunk = self.files[place.file], place.chunk
-            self._open[key] = OpenChunk(chunk, file.header, lambda name: file.section(chunk, name))
-            if len(self._open) > _KEPT_CHUNKS:
-                self._open.popitem(last=False)
-        self._open.move_to_end(key)
-        return self._open[key]
+            raise place.file.error(place.chunk, error) from error
 
 
 def _parts(samples: Iterable[RecordedSample], most_tokens: int) -> Iterator[list[RecordedSample]]:

@@ -36,17 +36,8 @@ class ScoreCache:
         """Return the key of a score. `grader` is all that tells it from others: kind, options, version."""
         prompt = sample.prompt
         messages = None if prompt.messages is None else [[m.role, m.content] for m in prompt.messages]
-        content = [
-            self._version,
-            grader,
-            messages,
-            prompt.text,
-            prompt.answer,
-            prompt.data_source,
-            prompt.metadata,
-            sample.text,
-            sample.finish_reason,
-        ]
+        asked = [messages, prompt.text, prompt.answer, prompt.data_source, prompt.metadata]
+        content = [self._version, grader, *asked, sample.text, sample.finish_reason]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=repr).encode())
         digest.update(sample.token_ids.tobytes())
         return digest.hexdigest()

@@ -21,7 +21,7 @@ from practicum.reward.cache import fingerprint
 from practicum.reward.client import Target
 from practicum.reward.graders.remote import OWN_MODEL
 from practicum.reward.limits import LimitKeeper
-from practicum.reward.manager import GradingPolicy, RewardLoopManager
+from practicum.reward.manager import RewardLoopManager
 from practicum.reward.model_manager import RewardModelManager, check_reward_model
 from practicum.reward.report import Progress
 from practicum.reward.router import Router
@@ -91,7 +91,8 @@ async def open_reward_centre(
         stack.push_async_callback(asyncio.to_thread, workers.shutdown)
         manager = RewardLoopManager(
             workers,
-            GradingPolicy(config.retries, config.on_failure, config.max_failure_share),
+            retries=config.retries,
+            max_failure_share=config.max_failure_share,
             inline=rubric if settings.is_inline else None,
             models=models,
             asks_models=rubric.asks_model,

@@ -1,7 +1,7 @@
 """The one HTTP client of a reward worker: questions to routers, answers as JSON, failures with a status.
 
 What a router has tried in vain is not tried again here. A refusal (4xx) is the question's fault and `invalid`; a broken
-connection, 429 and 5xx are `infra_error`, but 504 is `timeout`. How long an answer may take is up to whoever asks, by
+connection, 429 and 5xx are `infra_error`, but 504 is `timeout`. The caller sets a deadline by
 cancelling.
 """
 
@@ -47,7 +47,7 @@ class RewardClient:
     """Asks targets by name. Belongs to the loop it is made in."""
 
     def __init__(self, targets: Mapping[str, Target]) -> None:
-        self._targets = targets
+        self.targets = targets
         self._permit: Permit | None = None
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),  # the router decides how many go ahead
@@ -59,19 +59,17 @@ class RewardClient:
         self, target: str, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
     ) -> Any:
         """Return the JSON answer of `target`. Raises `AskFailed`."""
-        url = self._targets[target].address + path
+        url = self.targets[target].address + path
         try:
             async with self._session.post(url, json=body, headers=headers) as reply:
                 data = await reply.read()
                 status = reply.status
         except (aiohttp.ClientError, OSError) as error:
             raise AskFailed("infra_error", f"{url} cannot be asked: {error!r}") from error
-        if status == 504:  # a router's word for a server that did not answer in its time
-            raise AskFailed("timeout", f"{url} answered {status}: {_quoted(data)}")
-        if status >= 500 or status == 429:
-            raise AskFailed("infra_error", f"{url} answered {status}: {_quoted(data)}")
-        if status != 200:
-            raise AskFailed("invalid", f"{url} answered {status}: {_quoted(data)}")
+        if status != 200:  # 504 is a router's word for a server that did not answer in its time
+            kind: ScoreStatus
+            kind = "timeout" if status == 504 else "infra_error" if status >= 500 or status == 429 else "invalid"
+            raise AskFailed(kind, f"{url} answered {status}: {_quoted(data)}")
         try:
             answer = json.loads(data)
         except ValueError as error:

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from practicum.processes import JobFailed, ProcessPool, Work
 from practicum.reward.client import AskFailed, RewardClient
-from practicum.reward.graders.base import IsolatedGrader, Rule
-from practicum.reward.graders.function import UserFunction
+from practicum.reward.graders.base import Grader, Rule
 from practicum.reward.graders.remote import RemoteGrader
 from practicum.reward.limits import LimitClient, Permit
 from practicum.reward.rubric import graded_by_rule
@@ -67,11 +66,15 @@ class InlineExecutor:
         return Graded(score, ran_s=time.monotonic() - start)
 
 
-class IsolatedWork(Work):
-    """The work of grading processes: a job is the index of a grader, and a sample or a list of them."""
+class GradingWork(Work):
+    """The work of grading processes: a job is the index of a grader, and a sample or a list of them.
 
-    def __init__(self, graders: Mapping[int, IsolatedGrader | UserFunction]) -> None:
-        self._graders = graders
+    With `is_async` all graders are coroutine functions of the user, many of which run at a time in one process.
+    """
+
+    def __init__(self, graders: Mapping[int, Grader], is_async: bool = False) -> None:
+        self._graders: Mapping[int, Any] = graders
+        self._is_async = is_async
 
     def prepare(self) -> None:
         for grader in self._graders.values():
@@ -79,31 +82,26 @@ class IsolatedWork(Work):
 
     @property
     def run(self) -> Callable[[Any], Any]:
-        return self._run
+        return self._run_async if self._is_async else self._run
 
-    def _run(self, job: tuple[int, Sample | list[Sample]]) -> Score | list[Score]:
-        index, given = job
-        grader = self._graders[index]
-        if isinstance(given, Sample):
-            return grader.grade(given)
-        assert isinstance(grader, UserFunction)
-        return grader.grade_list(given)
+    def _run(self, job: tuple[int, Any]) -> Any:
+        return self._graders[job[0]].grade(job[1])
+
+    async def _run_async(self, job: tuple[int, Any]) -> Any:
+        return await self._graders[job[0]].grade_async(job[1])
 
 
-class AsyncWork(IsolatedWork):
-    """The same with functions that are coroutines, many at a time in one process."""
+def _permit(limits: LimitClient | None, samples: Sequence[Sample]) -> AbstractAsyncContextManager[Permit | None]:
+    return nullcontext() if limits is None else limits.permit(sum(sample.num_tokens for sample in samples))
 
-    @property
-    def run(self) -> Callable[[Any], Any]:
-        return self._run_async
 
-    async def _run_async(self, job: tuple[int, Sample | list[Sample]]) -> Score | list[Score]:
-        index, given = job
-        grader = self._graders[index]
-        assert isinstance(grader, UserFunction)
-        if isinstance(given, Sample):
-            return await grader.grade_async(given)
-        return await grader.grade_list_async(given)
+@dataclass(slots=True, eq=False)
+class _SampleList:
+    """Samples that are graded together."""
+
+    samples: list[Sample] = field(default_factory=list)
+    num_waiting: int = 0
+    task: asyncio.Task[list[Graded]] = field(init=False)
 
 
 class ProcessExecutor:
@@ -124,28 +122,40 @@ class ProcessExecutor:
         # As many as there is room for and as many again ask for a permit, so that the next ones already wait for it.
         self._window = asyncio.Semaphore(2 * pool.num_at_once)
         self._takes_list = takes_list
-        self._gathered: list[tuple[Sample, asyncio.Future[Graded]]] = []
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._open_list: _SampleList | None = None  # which takes more samples
 
     async def grade(self, sample: Sample) -> Graded:
         if not self._takes_list:
             return (await self._run(sample, [sample]))[0]
-        loop = asyncio.get_running_loop()
-        graded: asyncio.Future[Graded] = loop.create_future()
-        if not self._gathered:
-            loop.call_soon(self._grade_gathered)
-        self._gathered.append((sample, graded))
-        return await graded
+        mine = self._open_list
+        if mine is None or len(mine.samples) == _LONGEST_LIST:
+            mine = self._open_list = _SampleList()
+            mine.task = asyncio.ensure_future(self._grade_list(mine))  # begins after this turn of the loop
+        index = len(mine.samples)
+        mine.samples.append(sample)
+        mine.num_waiting += 1
+        try:
+            return (await asyncio.shield(mine.task))[index]
+        finally:
+            mine.num_waiting -= 1
+            if not mine.num_waiting:
+                self._close_list(mine)
+                mine.task.cancel()
+
+    async def _grade_list(self, mine: _SampleList) -> list[Graded]:
+        self._close_list(mine)
+        return await self._run(mine.samples, mine.samples)
+
+    def _close_list(self, mine: _SampleList) -> None:
+        if self._open_list is mine:
+            self._open_list = None
 
     async def _run(self, job: Sample | list[Sample], samples: list[Sample]) -> list[Graded]:
         asked_at = begun_at = time.monotonic()
         try:
-            if self._limits is None:
+            async with self._window, _permit(self._limits, samples):
+                begun_at = time.monotonic()
                 result = await self._pool.run((self._index, job), self._timeout_s)
-            else:
-                async with self._window, self._limits.permit(sum(sample.num_tokens for sample in samples)):
-                    begun_at = time.monotonic()
-                    result = await self._pool.run((self._index, job), self._timeout_s)
         except JobFailed as failure:
             if len(samples) > 1:
                 alone = await asyncio.gather(*(self._run([sample], [sample]) for sample in samples))
@@ -158,59 +168,27 @@ class ProcessExecutor:
         waited_s = begun_at - asked_at + result.waited_s
         return [Graded(score, waited_s, result.ran_s / len(samples)) for score in scores]
 
-    def _grade_gathered(self) -> None:
-        gathered, self._gathered = self._gathered, []
-        for start in range(0, len(gathered), _LONGEST_LIST):
-            self._begin(gathered[start : start + _LONGEST_LIST])
-
-    def _begin(self, gathered: list[tuple[Sample, asyncio.Future[Graded]]]) -> None:
-        task = asyncio.get_running_loop().create_task(self._grade_list(gathered))
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-
-        def cancel_if_unwanted(future: asyncio.Future[Graded]) -> None:
-            if all(future.cancelled() for _, future in gathered):
-                task.cancel()
-
-        for _, future in gathered:
-            future.add_done_callback(cancel_if_unwanted)
-
-    async def _grade_list(self, gathered: list[tuple[Sample, asyncio.Future[Graded]]]) -> None:
-        samples = [sample for sample, _ in gathered]
-        try:
-            all_graded = await self._run(samples, samples)
-        except Exception as error:  # ours: nobody must wait for it for ever
-            failed = Graded(Score.failed("infra_error", f"the reward worker failed: {type(error).__name__}: {error}"))
-            all_graded = [failed] * len(samples)
-        for (_, future), graded in zip(gathered, all_graded, strict=True):
-            if not future.done():
-                future.set_result(graded)
-
 
 class HttpExecutor:
-    """Asks a model or a service, with up to `window` requests at a time."""
+    """Asks a model or a service, with as many requests at a time as its target's window holds."""
 
-    def __init__(
-        self, grader: RemoteGrader, client: RewardClient, timeout_s: float, window: int, limits: LimitClient | None
-    ) -> None:
+    def __init__(self, grader: RemoteGrader, client: RewardClient, limits: LimitClient | None) -> None:
+        target = client.targets[grader.target]
         self._grader = grader
         self._client = client
-        self._timeout_s = timeout_s
-        self._window = asyncio.Semaphore(window)
+        self._timeout_s = target.timeout_s
+        self._window = asyncio.Semaphore(target.window)
         self._limits = limits
 
     async def grade(self, sample: Sample) -> Graded:
         start = time.monotonic()
         try:
-            async with self._window, self._permit(sample) as permit:
+            async with self._window, _permit(self._limits, [sample]) as permit:
                 begun = time.monotonic()
                 score = await self._score(sample, self._client if permit is None else self._client.using(permit))
         except ConnectionError as error:  # of the limits
             return Graded(Score.failed("infra_error", str(error)))
         return Graded(score, waited_s=begun - start, ran_s=time.monotonic() - begun)
-
-    def _permit(self, sample: Sample) -> AbstractAsyncContextManager[Permit | None]:
-        return nullcontext() if self._limits is None else self._limits.permit(sample.num_tokens)
 
     async def _score(self, sample: Sample, client: RewardClient) -> Score:
         deadline = asyncio.timeout(self._timeout_s)

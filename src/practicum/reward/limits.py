@@ -15,9 +15,11 @@ import itertools
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Self, cast
+from functools import partial
+from typing import Any, Self, cast
 
 from practicum.config import LimitsConfig
 from practicum.errors import RewardError
@@ -30,7 +32,7 @@ _PASSED_ON_S = 0.25  # others wait too
 _CONNECT_S = 10.0
 _ENOUGH_BYTES = 16 * _FRAME.size
 
-Holder = tuple[Hashable, int]  # who asks, and the number of its request
+Holder = tuple[int, int]  # who asks, and the number of its request
 
 
 @dataclass(slots=True)
@@ -67,7 +69,7 @@ class LimitBook:
             self._recent_tokens += tokens - entry.tokens
             entry.tokens = tokens
 
-    def leave(self, who: Hashable) -> None:
+    def leave(self, who: int) -> None:
         """Forget what somebody waits for and free what it holds. What it used stays used."""
         self._queue = deque(item for item in self._queue if item[0][0] != who)
         self._withdrawn = {holder for holder in self._withdrawn if holder[0] != who}
@@ -120,7 +122,7 @@ class LimitKeeper:
         self._book = LimitBook(limits)
         is_by_minute = limits.requests_per_minute is not None or limits.tokens_per_minute is not None
         self._passed_on_s = 0.0 if is_by_minute else _PASSED_ON_S
-        self._clients: dict[int, _Client] = {}
+        self._connections: dict[int, _Connection] = {}  # by the number of the worker
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
         self.address: tuple[str, int] = (host, 0)
@@ -129,7 +131,7 @@ class LimitKeeper:
         host = self.address[0]
         self._loop = asyncio.get_running_loop()
         try:
-            self._server = await self._loop.create_server(lambda: _Client(self, next(self._numbers)), host, 0)
+            self._server = await self._loop.create_server(self._accept, host, 0)
         except OSError as error:
             raise RewardError(f"the keeper of reward.limits cannot listen at {host}: {error}.") from error
         self.address = (host, self._server.sockets[0].getsockname()[1])
@@ -137,41 +139,51 @@ class LimitKeeper:
 
     async def __aexit__(self, *error: object) -> None:
         self._server.close()
-        for client in list(self._clients.values()):
-            client.transport.abort()
+        for connection in self._connections.values():
+            with suppress(AttributeError):  # accepted just now, it has no transport yet
+                connection.transport.abort()
         if self._timer is not None:
             self._timer.cancel()
 
-    def connected(self, client: _Client) -> None:
-        self._clients[client.number] = client
+    def _accept(self) -> _Connection:
+        who = next(self._numbers)
+        connection = _Connection(_FRAME, partial(self._received, who), partial(self._lost, who))
+        self._connections[who] = connection
+        return connection
 
-    def lost(self, client: _Client) -> None:
-        self._clients.pop(client.number, None)
-        self._book.leave(client.number)
+    def _lost(self, who: int) -> None:
+        del self._connections[who]
+        self._book.leave(who)
         self._grant()
 
-    def received(self, client: _Client, frames: bytes) -> None:
-        for what, number, tokens in _FRAME.iter_unpack(frames):
+    def _received(self, who: int, frames: Iterator[tuple[int, int, int]]) -> None:
+        for what, number, tokens in frames:
             if what == _ASK:
-                self._book.ask((client.number, number), tokens)
+                self._book.ask((who, number), tokens)
             else:
-                self._book.done((client.number, number), tokens)
+                self._book.done((who, number), tokens)
         self._grant()
 
     def _grant(self) -> None:
         for who, number in self._book.grants():
-            self._clients[who].transport.write(_GRANT.pack(number, self._passed_on_s))  # type: ignore[index]
+            self._connections[who].transport.write(_GRANT.pack(number, self._passed_on_s))
         if self._timer is not None:
             self._timer.cancel()
         due_s = self._book.next_change_s()
         self._timer = None if due_s is None else self._loop.call_later(due_s, self._grant)
 
 
-class _Frames(asyncio.Protocol):
-    """Cuts what comes into whole frames of one size."""
+class _Connection(asyncio.Protocol):
+    """Cuts what comes into whole frames."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    transport: asyncio.Transport
+
+    def __init__(
+        self, frame: struct.Struct, on_frames: Callable[[Iterator[Any]], None], on_end: Callable[[], None]
+    ) -> None:
+        self._frame = frame
+        self._on_frames = on_frames
+        self._on_end = on_end
         self._rest = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -179,30 +191,12 @@ class _Frames(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         data = self._rest + data
-        whole = len(data) - len(data) % self._size
+        whole = len(data) - len(data) % self._frame.size
         self._rest = data[whole:]
-        self.frames_received(data[:whole])
-
-    def frames_received(self, frames: bytes) -> None: ...
-
-
-class _Client(_Frames):
-    """A worker as the keeper sees it."""
-
-    def __init__(self, keeper: LimitKeeper, number: int) -> None:
-        super().__init__(_FRAME.size)
-        self._keeper = keeper
-        self.number = number
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self._keeper.connected(self)
-
-    def frames_received(self, frames: bytes) -> None:
-        self._keeper.received(self, frames)
+        self._on_frames(self._frame.iter_unpack(data[:whole]))
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._keeper.lost(self)
+        self._on_end()
 
 
 class Permit:
@@ -212,32 +206,22 @@ class Permit:
 
     def __init__(self, client: LimitClient, tokens: int) -> None:
         self._client = client
-        self._number: int | None = None
         self.tokens = tokens
         """As estimated. The holder of the permit may write down what it really was."""
 
-    async def enter(self) -> None:
-        self._number = await self._client.ask(self.tokens)
-
-    def leave(self) -> None:
-        """End the grant. Doing it twice does nothing."""
-        number, self._number = self._number, None
-        if number is not None:
-            self._client.done(number, self.tokens)
-
     async def __aenter__(self) -> Self:
-        await self.enter()
+        self._number = await self._client.ask(self.tokens)
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        self.leave()
+        self._client.done(self._number, self.tokens)
 
 
-class LimitClient(_Frames):
-    """A worker's connection to the keeper."""
+class LimitClient:
+    """A worker's end of a connection to the keeper."""
 
     def __init__(self) -> None:
-        super().__init__(_GRANT.size)
+        self.connection = _Connection(_GRANT, self._received, self._lost)
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[int]] = {}  # in order
         self._held: dict[int, float] = {}  # requests that are granted, and until when the grant may be passed on
@@ -246,9 +230,10 @@ class LimitClient(_Frames):
 
     @classmethod
     async def connect(cls, address: tuple[str, int]) -> Self:
+        client = cls()
         try:
             async with asyncio.timeout(_CONNECT_S):
-                _, client = await asyncio.get_running_loop().create_connection(cls, *address)
+                await asyncio.get_running_loop().create_connection(lambda: client.connection, *address)
         except (OSError, TimeoutError) as error:
             where = f"{address[0]}:{address[1]}"
             raise RewardError(f"the keeper of reward.limits at {where} does not answer: {error!r}.") from error
@@ -298,19 +283,19 @@ class LimitClient(_Frames):
     def _flush(self) -> None:
         unsent, self._unsent = self._unsent, bytearray()
         if unsent and not self._is_lost:
-            self.transport.write(bytes(unsent))
+            self.connection.transport.write(bytes(unsent))
 
     def close(self) -> None:
-        self.transport.close()
+        self.connection.transport.close()
 
-    def frames_received(self, frames: bytes) -> None:
+    def _received(self, grants: Iterator[tuple[int, float]]) -> None:
         now = time.monotonic()
-        for number, passed_on_s in _GRANT.iter_unpack(frames):
+        for number, passed_on_s in grants:
             granted = self._asked.get(number)
             if granted is not None and not granted.done():  # else nobody waits any more, and the keeper knows
                 self._begin(number, number, now + passed_on_s)
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def _lost(self) -> None:
         self._is_lost = True
         for granted in self._asked.values():
             if not granted.done():

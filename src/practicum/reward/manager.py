@@ -5,7 +5,7 @@
                          └─ again: timeouts and infra errors while retries are left; all that a dead worker had
 
 Adding does not wait, so answers are graded while others are still being written. An answer that cannot be graded has a
-score without a value. The policy says what is left out because of it, and when that stops the run.
+score without a value; too many of those stop the run.
 
 All of it belongs to one event loop; rounds may be open side by side.
 """
@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
-from typing import Any, Literal
+from typing import Any
 
 from practicum.controller import WorkerGroup
 from practicum.errors import DeadlineError, RewardError, WorkerDied
@@ -28,7 +28,7 @@ from practicum.reward.executors import Graded
 from practicum.reward.model_manager import RewardModelManager
 from practicum.reward.report import GradingReport, Progress
 from practicum.reward.rubric import Rubric
-from practicum.reward.worker import RewardLoopWorker
+from practicum.reward.worker import RewardLoopWorker, grade_by_rule
 from practicum.types import Prompt, PromptGroup, Sample, Score, Trajectory
 
 _PROGRESS_S = 1.0
@@ -42,25 +42,6 @@ _MANY, _HEAD = 512, 128
 _NEWEST_COUNTS = 0.05
 _UNKNOWN_S_PER_TOKEN = 1e-3  # it may be dear, so all workers get some of it
 _LEAST_S = 1e-7  # nothing is free: what were would all go to one worker
-
-
-@dataclass(frozen=True, slots=True)
-class GradingPolicy:
-    """What becomes of samples that could not be graded."""
-
-    retries: int = 0
-    """How often one with status timeout or infra_error is graded again."""
-    on_failure: Literal["mask", "drop_group"] = "mask"
-    """Leave out the sample, or all answers to its prompt."""
-    max_failure_share: float = 0.1
-    """A larger share of them is an error."""
-
-    def kept(self, group: PromptGroup) -> list[bool]:
-        """Return which trajectories of a graded group are learnt from."""
-        kept = [
-            trajectory.score is not None and trajectory.score.value is not None for trajectory in group.trajectories
-        ]
-        return kept if self.on_failure == "mask" or all(kept) else [False] * len(kept)
 
 
 class ExpectedCosts:
@@ -91,13 +72,16 @@ class _Request:
 
     trajectory: Trajectory
     sample: Sample  # that is sent
-    cost: float = 0.0  # as expected when it was sent
+    cost: float = 0.0  # as expected before it was sent
     num_attempts: int = 0
     graded: Graded | None = None
 
 
 class RewardLoopManager:
     """Grades prompt groups on a group of workers.
+
+    A sample with status timeout or infra_error is graded again up to `retries` times; more than `max_failure_share` of
+    a round without a score are an error.
 
     `inline` is the rubric where it takes no more than rules: samples that cost less to grade than to send are then
     graded in this process. `models` are awake while answers are graded to prompts for which `asks_models` is true.
@@ -107,15 +91,17 @@ class RewardLoopManager:
     def __init__(
         self,
         workers: WorkerGroup[RewardLoopWorker],
-        policy: GradingPolicy | None = None,
         *,
+        retries: int = 0,
+        max_failure_share: float = 0.1,
         inline: Rubric | None = None,
         models: RewardModelManager | None = None,
         asks_models: Callable[[Prompt], bool] = lambda prompt: True,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
         self.workers = workers.with_timeout(_ANSWER_S)
-        self.policy = policy or GradingPolicy()
+        self.retries = retries
+        self.max_failure_share = max_failure_share
         self.inline = inline
         self.models = models
         self.asks_models = asks_models
@@ -124,7 +110,7 @@ class RewardLoopManager:
         self.load = [0.0] * workers.world_size  # expected seconds of what each worker has
         self.num_starts = 0
         self._workers = workers
-        self._restarting: asyncio.Task[None] | None = None
+        self._restarting = asyncio.Lock()
 
     @property
     def models_sleep(self) -> bool:
@@ -132,7 +118,7 @@ class RewardLoopManager:
         return self.models is not None and self.models.sleeps
 
     async def grade(self, groups: Sequence[PromptGroup]) -> GradingReport:
-        """Fill in the score of every trajectory. Raises RewardError once more have failed than the policy allows."""
+        """Fill in the score of every trajectory. Raises RewardError once more have failed than are allowed."""
         async with self.round() as grading:
             grading.add(groups)
             return await grading.result()
@@ -155,24 +141,18 @@ class RewardLoopManager:
 
     async def ready(self) -> int:
         """Wait while workers are started again. Return how often they have been."""
-        if self._restarting is not None:
-            await asyncio.shield(self._restarting)
-        return self.num_starts
+        async with self._restarting:
+            return self.num_starts
 
     async def restart(self, num_starts: int) -> None:
         """Start the workers again, unless another round has done so since `num_starts`."""
-        if num_starts != await self.ready():
-            return
-        if self._restarting is None:
-            self._restarting = asyncio.ensure_future(self._restart())
-        await asyncio.shield(self._restarting)
+        await asyncio.shield(self._restart(num_starts))  # never left half-way
 
-    async def _restart(self) -> None:
-        try:
-            await asyncio.to_thread(self.workers.restart)
-            self.num_starts += 1
-        finally:
-            self._restarting = None
+    async def _restart(self, num_starts: int) -> None:
+        async with self._restarting:
+            if num_starts == self.num_starts:
+                await asyncio.to_thread(self.workers.restart)
+                self.num_starts += 1
 
     def shares(self, requests: Sequence[_Request]) -> dict[int, list[_Request]]:
         """Share requests out among as many workers as it is worth calling, each with its share.
@@ -180,8 +160,6 @@ class RewardLoopManager:
         The dearest go first, each to the worker with the least to do. Answers to one prompt stay side by side, since
         graders remember what they have read of it.
         """
-        for request in requests:
-            request.cost = self.costs.expected(request.sample)
         units = [(sum(request.cost for request in unit), unit) for unit in self._units(requests)]
         units.sort(key=itemgetter(0), reverse=True)
         num_called = max(1, round(sum(cost for cost, _ in units) / _WORTH_A_CALL_S))
@@ -209,7 +187,6 @@ class GradingRound:
 
     def __init__(self, manager: RewardLoopManager, awake: AsyncExitStack) -> None:
         self._manager = manager
-        self._policy = manager.policy
         self._awake = awake
         self._requests: list[_Request] = []
         self._unsent: list[_Request] = []
@@ -220,11 +197,10 @@ class GradingRound:
         self._error: BaseException | None = None
         self._num_failed = self._num_done = self._num_retried = 0
         self._starts_lost: set[int] = set()  # of the workers; in all but the last they were started again
-        self._start = self._waiting_since = time.monotonic()
+        self._start = time.monotonic()
 
     def add(self, groups: Sequence[PromptGroup]) -> None:
-        """Take finished groups. Returns at once; grading begins, unless it needs a model that sleeps while others use
-        its memory."""
+        """Take finished groups, without waiting. Grading begins, unless it needs a model that sleeps for now."""
         if not self._requests:
             self._start = time.monotonic()
         models_sleep = self._manager.models_sleep
@@ -238,8 +214,8 @@ class GradingRound:
             asyncio.get_running_loop().call_soon(self._send_unsent)  # with whatever else comes in this turn of the loop
 
     async def result(self) -> GradingReport:
-        """Wait for all scores. Raises RewardError as soon as more have failed than the policy allows."""
-        self._waiting_since = time.monotonic()
+        """Wait for all scores. Raises RewardError as soon as more have failed than are allowed."""
+        waiting_since = time.monotonic()
         if self._held:
             assert self._manager.models is not None
             await self._awake.enter_async_context(self._manager.models.awake())
@@ -252,7 +228,8 @@ class GradingRound:
             while not self._end.done():
                 await asyncio.wait([self._end], timeout=_PROGRESS_S)
                 if not self._end.done():
-                    self._manager.on_progress(self._progress())
+                    waited_s = time.monotonic() - waiting_since
+                    self._manager.on_progress(Progress(self._num_done, len(self._requests), self._num_failed, waited_s))
             self._end.result()
         finally:
             self._end = None
@@ -272,30 +249,26 @@ class GradingRound:
     def _send_unsent(self, now: bool = False) -> None:
         """Begin with what has come, as soon as it is worth a call or nothing else is under way."""
         self._is_scheduled = False
-        inline: list[_Request] = []
+        for request in self._unsent:
+            request.cost = self._manager.costs.expected(request.sample)
         if self._manager.inline is not None:
-            costs = self._manager.costs
-            inline = [request for request in self._unsent if costs.expected(request.sample) < _SENDING_S]
+            inline = [request for request in self._unsent if request.cost < _SENDING_S]
             if inline:
                 self._spawn(self._grade_inline(inline, self._manager.inline))
-                self._unsent = [request for request in self._unsent if costs.expected(request.sample) >= _SENDING_S]
-        if self._unsent and (now or not self._tasks or self._is_worth_a_call()):
+                self._unsent = [request for request in self._unsent if request.cost >= _SENDING_S]
+        if not self._unsent:
+            return
+        if now or not self._tasks or sum(request.cost for request in self._unsent) >= _WORTH_A_CALL_S:
             requests, self._unsent = self._unsent, []
             self._send(requests)
-
-    def _is_worth_a_call(self) -> bool:
-        costs = self._manager.costs
-        return sum(costs.expected(request.sample) for request in self._unsent) >= _WORTH_A_CALL_S
 
     def _send(self, requests: Sequence[_Request]) -> None:
         shares = self._manager.shares(requests)
         heads = _HEAD if len(requests) > _MANY else 0  # some go ahead, so that nobody waits until the rest is packed
-        for rank, share in shares.items():
-            if share[:heads]:
-                self._spawn(self._grade_on(rank, share[:heads]))
-        for rank, share in shares.items():
-            if share[heads:]:
-                self._spawn(self._grade_on(rank, share[heads:]))
+        for part in (slice(heads), slice(heads, None)):
+            for rank, share in shares.items():
+                if share[part]:
+                    self._spawn(self._grade_on(rank, share[part]))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(coroutine)
@@ -312,15 +285,9 @@ class GradingRound:
         self._check_end()
 
     async def _grade_inline(self, requests: Sequence[_Request], rubric: Rubric) -> None:
-        start = turn = time.monotonic()
-        for request in requests:
-            score = rubric.grade_by_rule(request.sample)
-            now = time.monotonic()
-            self._take([(request, Graded(score, ran_s=now - start))])
-            if now - turn > _TURN_S:
-                await asyncio.sleep(0)
-                turn = time.monotonic()
-            start = time.monotonic()
+        for finished in grade_by_rule(rubric, [request.sample for request in requests], _TURN_S):
+            self._take([(requests[index], graded) for index, graded in finished])
+            await asyncio.sleep(0)
 
     async def _grade_on(self, rank: int, requests: Sequence[_Request]) -> None:
         manager, left = self._manager, dict(enumerate(requests))
@@ -355,7 +322,7 @@ class GradingRound:
             status = graded.score.status
             if graded.cache_hits == 0 and status == "ok":
                 self._manager.costs.learn(request.sample, graded.ran_s)
-            if status in ("timeout", "infra_error") and request.num_attempts < self._policy.retries:
+            if status in ("timeout", "infra_error") and request.num_attempts < self._manager.retries:
                 request.num_attempts += 1
                 again.append(request)
             else:
@@ -375,16 +342,12 @@ class GradingRound:
     def _check_end(self) -> None:
         if self._end is None or self._end.done():
             return
-        if self._num_failed > self._policy.max_failure_share * len(self._requests):
+        if self._num_failed > self._manager.max_failure_share * len(self._requests):
             self._end.set_exception(self._too_many())
         elif self._error is not None:
             self._end.set_exception(self._error)
         elif self._num_done == len(self._requests):
             self._end.set_result(None)
-
-    def _progress(self) -> Progress:
-        waited_s = time.monotonic() - self._waiting_since
-        return Progress(self._num_done, len(self._requests), self._num_failed, waited_s)
 
     def _too_many(self) -> RewardError:
         scores = (request.graded.score for request in self._requests if request.graded is not None)
@@ -392,7 +355,7 @@ class GradingRound:
         kinds = ", ".join(f"{count} {status}" for status, count in Counter(map(attrgetter("status"), failed)).items())
         return RewardError(
             f"{len(failed)} of {len(self._requests)} samples could not be graded ({kinds}), more than "
-            f"reward.max_failure_share={self._policy.max_failure_share:g} allows. The first: {failed[0].reason}."
+            f"reward.max_failure_share={self._manager.max_failure_share:g} allows. The first: {failed[0].reason}."
         )
 
 

@@ -15,7 +15,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import Any, Self
+from typing import Self
 
 from practicum.config import RewardModelConfig
 from practicum.controller import RayClassWithInitArgs, RayResourcePool, num_replicas
@@ -28,7 +28,7 @@ from practicum.reward.router import Router, RouterHandle
 
 log = logging.getLogger("practicum.reward")
 _DRAIN_S = 2.0
-_MOST_IN_HAND = 32  # requests that a replica has: a batch, and not so many that the last waits for minutes
+_MOST_IN_FLIGHT = 32  # requests that a replica has: a batch, and not so many that the last waits for minutes
 _CHECK_EVERY_S = 1.0
 _MOST_MISSES = 2
 _MOST_REPLACEMENTS = 2
@@ -113,7 +113,7 @@ class RewardModelManager:
     async def awake(self) -> AsyncIterator[None]:
         """Let replicas serve inside the block. However it is left, those that sleep are asleep after it, or ended.
 
-        Dead and hanging replicas are started again first. One that cannot be is told to the log, and the others go on;
+        Dead and hanging replicas are started again first. The log names one that cannot be, and the others go on;
         it is a `RewardError` if none is left. Blocks may be nested, and open side by side.
         """
         async with self._changing:
@@ -238,13 +238,17 @@ async def watched(
 
     A router cannot tell a replica that hangs from one that is busy, so that requests would wait there until their
     timeout. We can: a replica of ours answers `/health` in the middle of a forward pass. One that does not, twice in a
-    row, is replaced; its connections break, and the router sends what it had in hand to the others, or to the new one.
+    row, is replaced; its connections break, and the router sends its requests to the others, or to the new one.
     """
     is_over = asyncio.Event()
 
     async def look_after(replica: PlacedReplica) -> None:
         misses = replacements = 0
-        while not await _is_set(is_over, _CHECK_EVERY_S):
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CHECK_EVERY_S):
+                    await is_over.wait()
+                    return
             misses = 0 if await replica.is_well() else misses + 1
             if misses < _MOST_MISSES:
                 continue
@@ -267,22 +271,15 @@ async def watched(
         await asyncio.gather(*tasks)  # a look, and a start, have deadlines of their own
 
 
-async def _is_set(event: asyncio.Event, within_s: float) -> bool:
-    try:
-        async with asyncio.timeout(within_s):
-            return await event.wait()
-    except TimeoutError:
-        return False
-
-
 def _start_router(config: RewardModelConfig, urls: Sequence[str], is_spread: bool) -> RouterHandle:
-    settings: dict[str, Any] = {
-        "host": host_address() if is_spread else "127.0.0.1",
-        "token": secrets.token_urlsafe() if is_spread else None,
-        "max_in_flight": _MOST_IN_HAND,
-        "response_timeout_s": config.request_timeout_s,
-        "wait_timeout_s": config.start_timeout_s,  # as long as replicas may take to come back
-        "drain_timeout_s": _DRAIN_S,
-        "retry_share": 1.0,  # of what a hanging replica has in hand, all must be able to go elsewhere at once
-    }
-    return Router(urls, **settings).start_process()
+    router = Router(
+        urls,
+        host=host_address() if is_spread else "127.0.0.1",
+        token=secrets.token_urlsafe() if is_spread else None,
+        max_in_flight=_MOST_IN_FLIGHT,
+        response_timeout_s=config.request_timeout_s,
+        wait_timeout_s=config.start_timeout_s,  # as long as replicas may take to come back
+        drain_timeout_s=_DRAIN_S,
+        retry_share=1.0,  # all requests of a replica that hangs must be able to go elsewhere at once
+    )
+    return router.start_process()

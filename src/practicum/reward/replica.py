@@ -1,5 +1,4 @@
-"""One copy of a reward model in a process of the pool: the model on its device, the server in front of it, and what the
-manager holds of it."""
+"""One copy of a reward model in a process of the pool, with its server, and the manager's view of it."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from practicum.types import Score
 
 def score_of(value: Any) -> Score:
     """Read a `Score`, a number, or a mapping with a number under `score` and others that become parts, or with a
-    `status`
-    other than ok and a `reason`. A text under `answer`, or `pred` as others call it, is what was read as the result.
+    `status` other than ok and a `reason`. A text under `answer`, or `pred` as others call it, is what was read as the
+    result.
 
     Raises ValueError for anything else; text is no number, even if it reads like one.
     """

@@ -19,15 +19,7 @@ from practicum.errors import ProcessError, RewardError
 from practicum.processes import Limits, ProcessPool
 from practicum.reward.cache import ScoreCache
 from practicum.reward.client import RewardClient, Target
-from practicum.reward.executors import (
-    AsyncWork,
-    Executor,
-    Graded,
-    HttpExecutor,
-    InlineExecutor,
-    IsolatedWork,
-    ProcessExecutor,
-)
+from practicum.reward.executors import Executor, Graded, GradingWork, HttpExecutor, InlineExecutor, ProcessExecutor
 from practicum.reward.graders.base import IsolatedGrader, Rule
 from practicum.reward.graders.function import UserFunction
 from practicum.reward.graders.remote import RemoteGrader
@@ -83,9 +75,13 @@ class RewardLoopWorker(Worker):
         self._settings = settings
         self._rubric = settings.rubric
         self._cache: ScoreCache | None = None
+        self._limits: LimitClient | None = None
+        self._client: RewardClient | None = None
+        self._pools: dict[bool, ProcessPool] = {}  # for coroutines (True), and for what blocks
         self._executors: dict[int, Executor] = {}  # by the identity of the term
         self._open = AsyncExitStack()
         self._starting: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
         """Start what stands behind the executors. Raises RewardError where a grader cannot work at all.
@@ -93,11 +89,19 @@ class RewardLoopWorker(Worker):
         Doing it twice does nothing.
         """
         if self._starting is None:
+            self._loop = asyncio.get_running_loop()
             self._starting = asyncio.ensure_future(self._start())
         await asyncio.shield(self._starting)
 
     async def close(self) -> None:
         """End all that was started, and what is under way. Doing it twice does nothing."""
+        loop = self._loop
+        if loop is None or loop.is_closed() or loop is asyncio.get_running_loop():
+            await self._close()
+        else:  # a group in this process is shut down from another thread
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._close(), loop))
+
+    async def _close(self) -> None:
         starting, self._starting = self._starting, None
         if starting is not None:
             starting.cancel()
@@ -112,51 +116,36 @@ class RewardLoopWorker(Worker):
         """
         await self.start()
         if self._settings.is_inline:
-            for finished in self._grade_inline(samples):
+            for finished in grade_by_rule(self._rubric, samples, _TURN_S):
                 yield finished
                 await asyncio.sleep(0)
             return
-        todo, finished, news = iter(enumerate(samples)), Finished(), asyncio.Event()
+        todo, finished, is_due = iter(enumerate(samples)), Finished(), asyncio.Event()
+        num_left = len(samples)
 
         async def grade_some() -> None:
             for index, sample in todo:
                 finished.append((index, await self._grade(sample)))
-                if len(finished) >= _HANDFUL:
-                    news.set()
+                if len(finished) >= min(_HANDFUL, num_left):
+                    is_due.set()
 
         tasks = [asyncio.ensure_future(grade_some()) for _ in samples[: self._settings.most_at_once]]
-        everything = asyncio.gather(*tasks)
-        everything.add_done_callback(lambda _: news.set())
         try:
-            num_left = len(samples)
             while num_left:
                 try:
                     async with asyncio.timeout(_REPORT_S):
-                        await news.wait()
-                    news.clear()
+                        await is_due.wait()
+                    is_due.clear()
                 except TimeoutError:
                     pass
                 report, finished[:] = list(finished), []
                 num_left -= len(report)
                 yield report
         finally:
-            everything.cancel()
-            if any(not task.done() for task in tasks):
+            for task in tasks:
+                task.cancel()
+            if tasks:
                 await asyncio.wait(tasks, timeout=_STOP_S)
-
-    def _grade_inline(self, samples: Sequence[Sample]) -> Iterator[Finished]:
-        finished: Finished = []
-        start = turn = time.monotonic()
-        for index, sample in enumerate(samples):
-            score = self._rubric.grade_by_rule(sample)
-            now = time.monotonic()
-            finished.append((index, Graded(score, ran_s=now - start)))
-            start = now
-            if now - turn > _TURN_S:
-                yield finished
-                finished, start = [], time.monotonic()
-                turn = start
-        yield finished
 
     async def _grade(self, sample: Sample) -> Graded:
         try:
@@ -192,66 +181,64 @@ class RewardLoopWorker(Worker):
         try:
             if settings.cache_folder is not None:
                 self._cache = ScoreCache(settings.cache_folder, settings.cache_version)
-            limits = None
             if settings.limits_at is not None:
-                limits = await LimitClient.connect(settings.limits_at)
-                self._open.callback(limits.close)
-            client = None
+                self._limits = await LimitClient.connect(settings.limits_at)
+                self._open.callback(self._limits.close)
             if self._rubric.asks:
-                client = RewardClient(settings.targets)
-                self._open.push_async_callback(client.close)
-            terms = self._rubric.terms
-            pools = await self._start_pools(terms)
-            for index, term in enumerate(terms):
-                self._executors[id(term)] = self._executor(index, term, pools, client, limits)
+                self._client = RewardClient(settings.targets)
+                self._open.push_async_callback(self._client.close)
+            await self._start_pool(False, settings.num_processes, 1)
+            await self._start_pool(True, 1, settings.num_coroutines)
+            for index, term in enumerate(self._rubric.terms):
+                self._executors[id(term)] = self._executor(index, term)
         except BaseException:
             await self._open.aclose()
             raise
         gc.collect()
         gc.freeze()  # what there is now stays: no need to look through it again and again while samples come and go
 
-    async def _start_pools(self, terms: Sequence[Term]) -> dict[bool, ProcessPool]:
-        """Start a pool for coroutines (True) and one for what blocks (False), where a term needs it."""
-        settings, pools = self._settings, {}
-        for is_async, work, size, capacity in (
-            (False, IsolatedWork, settings.num_processes, 1),
-            (True, AsyncWork, 1, settings.num_coroutines),
-        ):
-            graders = {i: term.grader for i, term in enumerate(terms) if _pool_of(term) is is_async}
-            if graders:
-                limits = Limits(settings.memory_bytes, capacity)
-                pool = ProcessPool(work(graders), size=size, limits=limits)  # type: ignore[arg-type]
-                try:
-                    await pool.start()
-                except ProcessError as error:
-                    raise RewardError(f"answers cannot be graded: {error}") from error
-                self._open.push_async_callback(pool.close)
-                pools[is_async] = pool
-        return pools
+    async def _start_pool(self, is_async: bool, size: int, capacity: int) -> None:
+        """Start the pool for coroutines, or for what blocks, where a term needs it."""
+        graders = {i: term.grader for i, term in enumerate(self._rubric.terms) if _pool_of(term) is is_async}
+        if not graders:
+            return
+        limits = Limits(self._settings.memory_bytes, capacity)
+        pool = self._pools[is_async] = ProcessPool(GradingWork(graders, is_async), size=size, limits=limits)
+        try:
+            await pool.start()
+        except ProcessError as error:
+            raise RewardError(f"answers cannot be graded: {error}") from error
+        self._open.push_async_callback(pool.close)
 
-    def _executor(
-        self,
-        index: int,
-        term: Term,
-        pools: Mapping[bool, ProcessPool],
-        client: RewardClient | None,
-        limits: LimitClient | None,
-    ) -> Executor:
-        grader, timeout_s = term.grader, self._settings.timeout_s
-        is_async = _pool_of(term)
-        if isinstance(grader, UserFunction):
-            assert is_async is not None
-            takes_list = grader.shape.takes_list
-            return ProcessExecutor(pools[is_async], index, timeout_s, limits, takes_list=takes_list)
+    def _executor(self, index: int, term: Term) -> Executor:
+        grader, is_async = term.grader, _pool_of(term)
         if is_async is not None:
-            return ProcessExecutor(pools[is_async], index, timeout_s, None)  # our own graders ask nobody
+            pool, timeout_s = self._pools[is_async], self._settings.timeout_s
+            if not isinstance(grader, UserFunction):
+                return ProcessExecutor(pool, index, timeout_s, None)  # our own graders ask nobody
+            return ProcessExecutor(pool, index, timeout_s, self._limits, takes_list=grader.shape.takes_list)
         grader.prepare()
         if isinstance(grader, RemoteGrader):
-            assert client is not None
-            target = self._settings.targets[grader.target]
-            return HttpExecutor(grader, client, target.timeout_s, target.window, limits)
+            assert self._client is not None
+            return HttpExecutor(grader, self._client, self._limits)
         assert isinstance(grader, Rule)
         return InlineExecutor(grader)
+
+
+def grade_by_rule(rubric: Rubric, samples: Sequence[Sample], turn_s: float) -> Iterator[Finished]:
+    """Grade samples one after the other, and yield what is finished every `turn_s`."""
+    finished: Finished = []
+    start = turn = time.monotonic()
+    for index, sample in enumerate(samples):
+        score = rubric.grade_by_rule(sample)
+        now = time.monotonic()
+        finished.append((index, Graded(score, ran_s=now - start)))
+        start = now
+        if now - turn > turn_s:
+            yield finished
+            finished, start = [], time.monotonic()
+            turn = start
+    yield finished
 
 
 def _pool_of(term: Term) -> bool | None:

@@ -1,7 +1,7 @@
 """What every engine does: write answers, take new weights, give its memory back and have it again.
 
     write, generate ─▶ submit: to the engine, all at once ─▶ sequence.done, as each ends ─▶ samples, finished groups
-    writing()    held by whoever has answers written: one call, one conversation, one request to a server
+    writing()    held while answers are written: by one call, one conversation, one request to a server
     exclusive()  nobody writes in the block: what is under way is finished first, or aborted and gone on with after it
 
 Contract, tested for every engine by tests/rollout/contract.py:
@@ -33,6 +33,7 @@ from contextlib import aclosing, asynccontextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from practicum.controller.loop import run_sync
 from practicum.rollout.engine.sequence import Request, Sequence
 from practicum.types import PromptGroup, Sample, Trajectory
 from practicum.weights import WeightUpdate
@@ -139,7 +140,6 @@ class BaseRollout(ABC):
 
     def generate_all(self, groups: Items[PromptGroup]) -> list[PromptGroup]:
         """Write all groups and return them in their order, for callers without an event loop."""
-        from practicum.controller.loop import run_sync
 
         async def generated() -> None:
             async for _ in self.generate(groups):
@@ -211,7 +211,7 @@ class BaseRollout(ABC):
         def hear(sequence: Sequence) -> None:
             self._under_way.pop(sequence, None)
             if not sequence.done.cancelled():
-                sequence.done.exception()  # so that it counts as seen where nobody asks any more
+                sequence.done.exception()  # so that asyncio does not report it where no caller is left
             came.append(sequence)
             arrived.set()
             self._notify()
@@ -231,7 +231,7 @@ class BaseRollout(ABC):
                         held = [one for one in held if not one.is_aborted]
                         for one in aborted:
                             del self._open[one]
-                        yield [(one, aborted_sample(one)) for one in aborted]
+                        yield [(one, one.to_sample(None, 0, "abort")) for one in aborted]  # as it was submitted
                         continue
                     for sequence in held:
                         sequence.is_paused = False
@@ -286,13 +286,6 @@ class BaseRollout(ABC):
 
 
 class _Turn:
-    """Of somebody who wants the engine exclusively."""
+    """The turn of a caller who wants the engine exclusively."""
 
     holds_sequences = False
-
-
-def aborted_sample(sequence: Sequence) -> Sample:
-    """Return what there is of an answer that the engine does not have: what was written before, or nothing."""
-    if sequence.written is not None:
-        return sequence.written
-    return sequence.to_sample(None, 0, "abort")

@@ -39,7 +39,7 @@ class TrainerWeights(Protocol):
 
 
 class WeightDelivery:
-    """Not for two calls at a time. `vocab_size` counts the tokens that all know; fingerprints are made of them."""
+    """Sends weights, one call at a time. Fingerprints are made of the `vocab_size` first tokens, which all know."""
 
     def __init__(self, weights: TrainerWeights, replicas: Sequence[RolloutReplica], *, vocab_size: int) -> None:
         self._weights = weights
@@ -64,18 +64,18 @@ class WeightDelivery:
         """Return the replicas that did not get the weights, and why; it is tried twice."""
         self._ticket = None
         self._expected = await self._weights.log_probs(self._sequences)
-        culprits: list[RolloutReplica] = []
+        faulty: list[RolloutReplica] = []
         others = list(replicas)
-        while others:  # each time there are fewer: without a culprit nobody fails
-            failed, in_vain = await self._send(others, version)
-            culprits += [own for own in failed if own not in in_vain]
-            others = in_vain
-        # Where all meet, one that is gone is not to spoil it for the others again.
-        lost: dict[RolloutReplica, str] = {}
-        for some in [[own] for own in culprits] if self._ticket is None else [culprits]:
+        while others:  # there are fewer each time: none is blocked unless another one is faulty
+            failed, blocked = await self._send(others, version)
+            faulty += [own for own in failed if own not in blocked]
+            others = blocked
+        # Where all receive together, one that is gone must not block the others again.
+        problems: dict[RolloutReplica, str] = {}
+        for some in [[own] for own in faulty] if self._ticket is None else [faulty]:
             if some:
-                lost |= (await self._send(some, version))[0]
-        return lost
+                problems |= (await self._send(some, version))[0]
+        return problems
 
     async def send_again(self, replica: RolloutReplica, version: int) -> None:
         """Give a replica the weights the others have, or raise `WeightsGone`. The trainer is not asked again if they
@@ -92,21 +92,21 @@ class WeightDelivery:
     async def _send(
         self, replicas: Sequence[RolloutReplica], version: int
     ) -> tuple[dict[RolloutReplica, str], list[RolloutReplica]]:
-        """Return the replicas that failed and why; and those of them that only waited for another one, in vain."""
+        """Return the replicas that failed and why, and those of them that were only blocked by another one."""
         try:
             invitation = await self._weights.invite(version, len(replicas))
             ticket = self._ticket = None if invitation is not None else await self._weights.send(version)
         except WorkerError as error:
             raise _unwrapped(error) from error
         failed: dict[RolloutReplica, str] = {}
-        in_vain: list[RolloutReplica] = []
-        refusal: PracticumError | None = None
-        is_off = False
+        blocked: list[RolloutReplica] = []
+        trainer_error: PracticumError | None = None
+        is_cancelled = False
 
         async def call_off() -> None:
-            """Let nobody wait for whoever has failed."""
-            nonlocal is_off
-            is_off = True
+            """End the waiting for a receiver that has failed."""
+            nonlocal is_cancelled
+            is_cancelled = True
             if invitation is not None:
                 await asyncio.to_thread(invitation.call_off)
 
@@ -115,24 +115,24 @@ class WeightDelivery:
                 await self._give(replica, version, invitation or ticket)
             except PracticumError as error:
                 failed[replica] = str(error)
-                if invitation is not None and is_off:
-                    in_vain.append(replica)
+                if invitation is not None and is_cancelled:
+                    blocked.append(replica)
                 await call_off()
 
         async def send() -> None:
-            nonlocal refusal
+            nonlocal trainer_error
             try:
                 await self._weights.send(version)
             except PracticumError as error:
-                refusal = None if is_off else _unwrapped(error)
+                trainer_error = None if is_cancelled else _unwrapped(error)
                 await call_off()
 
         await asyncio.gather(*([] if invitation is None else [send()]), *map(give, replicas))
-        if refusal is None or len(in_vain) < len(failed):
-            return failed, in_vain
-        if not failed or isinstance(refusal, WeightsGone | WorkerDied):
-            raise refusal
-        return failed, []  # the trainer waited in vain
+        if trainer_error is None or len(blocked) < len(failed):
+            return failed, blocked
+        if not failed or isinstance(trainer_error, WeightsGone | WorkerDied):
+            raise trainer_error
+        return failed, []  # the trainer only waited for them
 
     async def _give(self, replica: RolloutReplica, version: int, ticket: Ticket | None) -> None:
         await replica.update_weights(version, ticket)

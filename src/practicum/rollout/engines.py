@@ -81,11 +81,8 @@ def _native(settings: EngineSettings) -> BaseRollout:
         from practicum.rollout.engine.cuda import unavailable_reason
 
         if reason := unavailable_reason(load_config(settings.model_path)):
-            log.warning(
-                "rollout.engine=native cannot use its CUDA kernels on %s and is several times slower: %s",
-                device,
-                reason,
-            )
+            slow = "rollout.engine=native cannot use its CUDA kernels on %s and is several times slower: %s"
+            log.warning(slow, device, reason)
         else:
             from practicum.rollout.engine.cuda.runner import CudaRunner
 

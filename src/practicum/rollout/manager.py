@@ -1,17 +1,17 @@
-"""The manager: gives prompt groups to the workers that have room, and looks after their replicas.
+"""The manager: gives prompt groups to the workers that have room, and restarts their replicas.
 
     generate(groups) ─▶ waiting, by priority ─▶ worker with room and the fewest tokens to write ─▶ finished groups
                            ▲                                   │
-                           └── what a lost replica had ◀───────┘    what it had finished is kept
+                           └── work of a failed replica ◀───────┘    what it had finished is kept
 
     update_weights(version)   trainer ─ channel ─▶ every replica ─ same log-probs as the trainer's? ─▶ may write
     awake()                   replicas are woken; they sleep after it, or are ended, however the block is left
-    a replica that is lost    ended, started again from the model's files, given the weights, back at work
+    a replica that failed     ended, started again from the model's files, given the weights, back at work
 
-Lists of groups travel to and fro; a worker answers with the trajectories that it has finished, as they are finished. A
-trajectory counts when it has arrived, once; the others of its group can be written by anyone, since each has its own
-random numbers. All of it runs on one event loop. Hybrid replicas are the trainer's own processes: they take its weights
-as they are, and are not started again.
+Groups are sent and come back in lists; a worker returns trajectories as it finishes them. One counts when it arrives,
+and only once. Any worker can write the others of its group, since each has its own random numbers. All of it runs on
+one event loop. Hybrid replicas are the trainer's own processes: they take its weights as they are, and are never
+restarted.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from practicum.controller.wire import split_batch
 from practicum.errors import PracticumError, RolloutError, TrainingError, WeightsGone, WorkerError
 from practicum.rollout.delivery import WeightDelivery
 from practicum.rollout.replica import RolloutReplica
+from practicum.rollout.worker import with_trajectories
 from practicum.types import PromptGroup, Sample, Trajectory
 
 T = TypeVar("T")
@@ -78,16 +79,12 @@ class _Part:
 
     @property
     def _order(self) -> tuple[float, ...]:
-        """Within a call what has been given out before comes first, then the longest."""
+        """The sort key: within a call parts that were sent before come first, then the longest."""
         return self.call.priority, self.call.number, -self.num_attempts, -self.cost, self.number
 
     @property
     def num_tokens(self) -> float:
         return self.cost * len(self.open)
-
-    def to_send(self) -> PromptGroup:
-        params = replace(self.group.params, num_answers=len(self.open))
-        return replace(self.group, params=params, trajectories=list(self.open.values()))
 
 
 @dataclass(slots=True, eq=False)
@@ -102,10 +99,6 @@ class _Worker:
     streams: dict[asyncio.Task[None], _Call] = field(default_factory=dict)
     watch: asyncio.Task[None] | None = None
     heard_at: float = 0.0
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.replica.number, self.rank
 
     def add(self, part: _Part) -> None:
         self.parts.add(part)
@@ -166,11 +159,11 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         self._calls: set[_Call] = set()
         self._waiting: list[_Part] = []  # a heap
         self._waiting_tokens = 0.0  # expected of them
-        self._sessions: dict[str, tuple[int, int]] = {}  # the worker each is with, by its key
+        self._sessions: dict[str, _Worker] = {}
         self._num_awake = 0  # blocks of `awake`
         self._is_paused = False  # new weights are on their way: workers are sent nothing
         self._is_closed = False
-        self._num_tries = dict.fromkeys((own.number for own in self.replicas), 0)
+        self._num_tries: Counter[int] = Counter()
         self._restarts: dict[int, asyncio.Task[None]] = {}
         self._late: set[int] = set()  # started again when the trainer had learnt on: they wait for the next weights
         self._lifecycle = asyncio.Lock()  # waking, new weights and falling asleep come one after another
@@ -212,13 +205,13 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
 
     @asynccontextmanager
     async def awake(self) -> AsyncIterator[None]:
-        """Have the replicas awake in the block, whoever else is in one. Those that sleep do so after the last."""
+        """Keep the replicas awake in the block. They fall asleep again after the last of such blocks."""
         await self._lifecycle.acquire()
         self._num_awake += 1
         try:
             try:
                 if self._num_awake == 1:
-                    self._forgive()
+                    self._reset_retries()
                     await all_of(self._wake(replica) for replica in self.healthy)
             finally:
                 self._lifecycle.release()
@@ -238,7 +231,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         """Have all replicas write with the trainer's weights of now, under this version.
 
         It may be called while they write: answers under way are finished with the old weights first, or, with partial
-        rollout, aborted and gone on with under the new ones. Unless they are to stay awake for what comes next, those
+        rollout, aborted and continued under the new ones. Unless they are to stay awake for what comes next, those
         that sleep do so again.
         """
         async with self._lifecycle:
@@ -248,10 +241,10 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
                 async with self._giving:
                     self.version = version
                     await self._give_weights(version)
-                self._forgive()  # now that there are weights to come back to
+                self._reset_retries()  # now that there are weights to come back to
                 if not self.healthy:
                     await self._wait_for_restarts()
-                    if (error := self._hopeless()) is not None:
+                    if (error := self._no_replica_left()) is not None:
                         raise error
                 if not stays_awake:
                     await self._put_to_sleep()
@@ -295,7 +288,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
                 part = {trajectory.number: trajectory for trajectory in own[start : start + size]}
                 cost = self._lengths.expected(group, own[start])
                 self._push(_Part(call, group, part, cost, next(self._numbers)))
-        if (error := self._hopeless()) is not None:
+        if (error := self._no_replica_left()) is not None:
             call.fail(error)
         self._dispatch()
         return call
@@ -314,7 +307,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         for worker in self._workers:
             worker.keep([part for part in worker.parts if part.call is not call])
             if call in worker.streams.values():
-                self._lose(worker.replica, f"it did not abort what it was writing within {_ABORT_S:g} s")
+                self._mark_failed(worker.replica, f"it did not abort what it was writing within {_ABORT_S:g} s")
         self._dispatch()
 
     def _dispatch(self) -> None:
@@ -353,7 +346,6 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         if not free:
             return
         fair = (self._waiting_tokens + sum(load.values())) / len(workers)
-        by_key = {worker.key: worker for worker in workers}
         kept = []  # of sessions whose workers have no room
         while self._waiting:
             open_to_more = [worker for worker in workers if worker in free and load[worker] < fair]
@@ -362,8 +354,9 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
             worker, part = min(open_to_more, key=lambda worker: load[worker]), heapq.heappop(self._waiting)
             self._waiting_tokens -= part.num_tokens
             if (session := part.group.session) is not None:
-                worker = by_key.get(self._sessions.pop(session, worker.key), worker)
-                self._sessions[session] = worker.key  # those nobody has gone on with for long are forgotten first
+                before = self._sessions.pop(session, worker)
+                worker = before if before in load else worker
+                self._sessions[session] = worker  # the sessions that nobody has continued for long are dropped first
                 if worker not in free:
                     kept.append(part)
                     continue
@@ -382,19 +375,20 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         replica = worker.replica
         part_of = {(part.group.id, number): part for part in parts for number in part.open}
         try:
-            async with aclosing(replica.generate(worker.rank, [part.to_send() for part in parts])) as stream:
+            sent = [with_trajectories(part.group, list(part.open.values())) for part in parts]
+            async with aclosing(replica.generate(worker.rank, sent)) as stream:
                 async for groups in stream:
                     self._take_in(worker, part_of, groups)
             if any(part in worker.parts for part in parts):
-                self._lose(replica, "it left answers out")
+                self._mark_failed(replica, "it left answers out")
         except WorkerError as error:
             if isinstance(error.cause, RolloutError | TrainingError):  # no other replica would do better
                 raised = type(error.cause)(f"{replica.name}: {error.cause}")
                 raised.__cause__ = error
                 call.fail(raised)
             else:
-                self._lose(replica, error.message)
-        except Exception as error:  # such as a prompt that cannot travel: nobody must wait for it for ever
+                self._mark_failed(replica, error.message)
+        except Exception as error:  # such as a prompt that cannot be pickled: the caller must not wait for ever
             call.fail(error)
 
     def _take_in(self, worker: _Worker, part_of: dict[tuple[str, int], _Part], groups: Sequence[PromptGroup]) -> None:
@@ -406,7 +400,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
             worker.num_tokens -= part.cost
             if not part.open:
                 worker.parts.remove(part)
-            if not own.is_finished:  # aborted by no wish of ours: whoever has room goes on with it
+            if not own.is_finished:  # the replica aborted it: any worker with room continues it
                 self._put_back(replace(part, open={own.number: own}), "abort")
                 continue
             self._lengths.learn(own.last)
@@ -425,7 +419,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
 
     def _put_back(self, part: _Part, reason: str) -> None:
         part.num_attempts += 1
-        # Every replica may be lost once by no fault of this group; then it looks as if it were the cause.
+        # Every replica may fail once for other reasons; after that the group itself is taken for the cause.
         if part.num_attempts == len(self.replicas) + _MORE_ATTEMPTS:
             part.call.fail(
                 RolloutError(
@@ -442,17 +436,17 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
             silent_s = time.monotonic() - worker.heard_at
             if silent_s > self._silence_s and not self._is_paused:
                 reason = f"it has not finished an answer for {silent_s:.0f} s, with {num_open} to write"
-                return self._lose(worker.replica, reason)
+                return self._mark_failed(worker.replica, reason)
             await asyncio.sleep(min(_PING_EVERY_S, max(0.0, self._silence_s - silent_s) + 0.01))
             try:
                 await worker.replica.ping(worker.rank)
             except WorkerError as error:
-                return self._lose(worker.replica, error.message)
+                return self._mark_failed(worker.replica, error.message)
 
-    # Replicas that are lost
+    # Failed replicas
 
-    def _lose(self, replica: RolloutReplica, reason: str) -> None:
-        """Give up on a replica for now: all that it had is written by others, or by itself when it is back."""
+    def _mark_failed(self, replica: RolloutReplica, reason: str) -> None:
+        """Restart a replica, and put back all that it had for any worker to write."""
         if replica.problem or self._is_closed:
             return
         if not replica.is_own:
@@ -460,7 +454,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         replica.problem = reason
         for worker in self._workers:
             if worker.replica is replica:
-                self._sessions = {session: key for session, key in self._sessions.items() if key != worker.key}
+                self._sessions = {session: own for session, own in self._sessions.items() if own is not worker}
                 for task in (*worker.streams, *([] if worker.watch is None else [worker.watch])):
                     if task is not asyncio.current_task():
                         task.cancel()
@@ -468,12 +462,8 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
                 worker.keep([])
                 for part in parts:
                     self._put_back(part, reason)
-        self._start_again(replica)
+        self._restarts[replica.number] = asyncio.create_task(self._restart(replica))
         self._dispatch()
-
-    def _start_again(self, replica: RolloutReplica) -> None:
-        if replica.number not in self._restarts:
-            self._restarts[replica.number] = asyncio.create_task(self._restart(replica))
 
     async def _restart(self, replica: RolloutReplica) -> None:
         number = replica.number
@@ -501,23 +491,23 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
                 log.warning("%s was lost again and again and stays away: %s", replica.name, replica.problem)
         finally:
             del self._restarts[number]
-            if (hopeless := self._hopeless()) is not None:
-                self._fail_calls(hopeless)
+            if (failure := self._no_replica_left()) is not None:
+                self._fail_calls(failure)
             self._dispatch()
 
-    def _forgive(self) -> None:
-        """Try again whoever stayed away."""
+    def _reset_retries(self) -> None:
+        """Start replicas again that had failed too often."""
         for replica in self.replicas:
             if replica.number not in self._restarts and replica.number not in self._late:
                 self._num_tries[replica.number] = 0
                 if replica.problem:
-                    self._start_again(replica)
+                    self._restarts[replica.number] = asyncio.create_task(self._restart(replica))
 
     async def _wait_for_restarts(self) -> None:
         while self._restarts:  # each has deadlines of its own
             await asyncio.wait(self._restarts.values())
 
-    def _hopeless(self) -> RolloutError | None:
+    def _no_replica_left(self) -> RolloutError | None:
         # New weights, for which late ones wait, are on their way: they are late because the trainer learns.
         if self._restarts or self._late or self.healthy:
             return None
@@ -540,7 +530,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         for replica in late:
             replica.problem = ""
         for replica, problem in failed.items():
-            self._lose(replica, problem)
+            self._mark_failed(replica, problem)
 
     async def _wake(self, replica: RolloutReplica) -> None:
         try:
@@ -548,10 +538,10 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         except PracticumError as error:
             if not replica.is_own:
                 raise
-            self._lose(replica, str(error))
+            self._mark_failed(replica, str(error))
 
     async def _put_to_sleep(self) -> None:
-        """Have replicas fall asleep, unless somebody needs them awake."""
+        """Put the replicas to sleep, unless a block of `awake` is open."""
         if self.sleeps and not self._num_awake:
             await self._wait_for_restarts()  # or they would come back awake
             await all_of(self._sleep(own) for own in self.replicas if not own.problem or own.number in self._late)

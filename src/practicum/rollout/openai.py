@@ -5,8 +5,8 @@
       └── has the newest weights, and the log-probs of the others ◀── the next update
 
 A server that was ended and started again has the weights it was started with. So an excluded one stays out until it has
-been given new ones; only servers that take none are asked again as soon as they answer. The router in front is told who
-has the newest weights, and sends nothing to the others.
+been given new ones; only servers that take none are asked again as soon as they answer. The router in front is told
+which have the newest weights, and sends nothing to the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from practicum.adapters import LoneAdapters
 from practicum.errors import RolloutError
 from practicum.rollout.engine.sequence import Sequence
 from practicum.rollout.remote.capabilities import probe
-from practicum.rollout.remote.client import CompletionsClient, ServerFailure, Transport
+from practicum.rollout.remote.client import CompletionsClient, ServerFailure
 from practicum.rollout.remote.engine import CONTROL_TIMEOUT_S, RemoteRollout
 from practicum.weights import WeightUpdate
 
@@ -36,116 +36,6 @@ _HEALTH_S = 10.0  # a busy machine takes its time even for this
 _PAUSE_S = 0.5
 _UNKNOWN_PATH = (404, 405, 501)
 _OURS = "practicum"
-
-
-class Servers:
-    """The servers of an engine: which are healthy, which are excluded and why, and which weights they were given.
-
-    `router` is the address of a router in front of them, `control` the client of its control plane.
-    """
-
-    def __init__(
-        self,
-        addresses: Items[str],
-        client: Transport,
-        router: str | None = None,
-        control: CompletionsClient | None = None,
-    ) -> None:
-        self.addresses = list(addresses)
-        self.excluded: dict[str, str] = {}  # and why
-        self.version: int | None = None
-        """Of the weights that they were given; None: they have those they were started with."""
-        self._client = client
-        self._router = router
-        self._control = control
-        self._next = itertools.count()
-        self._refreshing: asyncio.Task[None] | None = None
-
-    @property
-    def healthy(self) -> list[str]:
-        return [server for server in self.addresses if server not in self.excluded]
-
-    def check(self) -> None:
-        """Raise `RolloutError` where no server is healthy."""
-        if not self.healthy:
-            reasons = "; ".join(f"{server}: {reason}" for server, reason in self.excluded.items())
-            raise RolloutError(f"none of rollout.openai.servers can be asked any more. {reasons}.")
-
-    def address(self) -> str:
-        """Return where the next request goes: to the router, or to each server in turn."""
-        self.check()
-        if self._router is not None:
-            return self._router
-        healthy = self.healthy
-        return healthy[next(self._next) % len(healthy)]
-
-    async def exclude(self, server: str, reason: str) -> None:
-        if server in self.excluded:
-            return
-        log.warning("server %s is left out until it is healthy and has the newest weights: %s", server, reason)
-        self.excluded[server] = reason
-        try:
-            await self._tell_router(url=server, version=0)
-        except ServerFailure as failure:  # its answers say which weights they are from
-            log.warning("the router was not told that %s is excluded: %s", server, failure)
-
-    def include(self, server: str, remark: str = "") -> None:
-        if self.excluded.pop(server, None) is not None:
-            log.warning("server %s is back%s", server, remark)
-
-    async def set_version(self, servers: Items[str], version: int) -> None:
-        """Record that these servers, and no others, have the weights of this version now."""
-        self.version = version
-        for server in servers:
-            self.include(server, ", with the newest weights")
-        # Not the version of the weights, which may go back with a checkpoint: nobody must count as newer than this.
-        number = time.time_ns() // 1_000_000
-        for server in servers:
-            await self._tell_router(url=server, version=number)
-        await self._tell_router(version=number)
-
-    async def refresh(self) -> None:
-        """Find out who is healthy, once for all who ask for it at a time."""
-        if self._refreshing is None or self._refreshing.done():
-            self._refreshing = asyncio.get_running_loop().create_task(self._refresh())
-        await asyncio.shield(self._refreshing)
-
-    async def problem(self, server: str, *, minds_version: bool = True) -> str:
-        """Return what keeps a server from being asked; an empty text where nothing does."""
-        try:
-            reply = await self._health(server)
-        except ServerFailure:
-            await asyncio.sleep(_PAUSE_S)
-            try:
-                reply = await self._health(server)
-            except ServerFailure as failure:
-                return str(failure)
-        found = reply.get("weight_version") if isinstance(reply, dict) else None
-        if minds_version and None not in (found, self.version) and found != self.version:
-            return f"it has weights of version {found}, not {self.version}: it may have been started again"
-        return ""
-
-    async def _refresh(self) -> None:
-        # Those that take no weights may be asked again as soon as they answer.
-        asked = self.addresses if self.version is None else self.healthy
-        problems = await asyncio.gather(*map(self.problem, asked))
-        for server, reason in zip(asked, problems, strict=True):
-            if reason:
-                await self.exclude(server, reason)
-            else:
-                self.include(server)
-
-    async def _health(self, server: str) -> Any:
-        try:
-            return await self._client.call(server, "GET", "/health", timeout_s=_HEALTH_S)
-        except ServerFailure as failure:
-            if failure.is_transient and (failure.status is None or failure.status >= 500):
-                raise
-            return None  # not everybody knows this path, but whoever says so is there
-
-    async def _tell_router(self, **fields: Any) -> None:
-        if self._control is not None and self._router is not None:
-            await self._control.call(self._router, "POST", "/router/version", fields, _HEALTH_S)
 
 
 class OpenAIRollout(RemoteRollout):
@@ -174,33 +64,35 @@ class OpenAIRollout(RemoteRollout):
     ) -> None:
         if not servers:
             raise RolloutError("the openai engine needs the address of a server: set rollout.openai.servers.")
-        addresses = [server_address(server) for server in servers]
+        self._addresses = [server_address(server) for server in servers]
         client = CompletionsClient(api_key=api_key(api_key_env), timeout_s=timeout_s)
         super().__init__(
             client, model_path=model_path, max_batch=max_batch, adapters=adapters, exchange_dir=exchange_dir
         )
         self._model = model
         self._control = None if router_token is None else CompletionsClient(api_key=router_token)
-        front = None if router is None else server_address(router)
-        self._servers = Servers(addresses, client, front, self._control)
+        self._router = None if router is None else server_address(router)
+        self._next = itertools.count()
+        self._excluded: dict[str, str] = {}  # servers, and why
         self._probed: set[str] = set()
         self._returned: set[str] = set()  # servers that got weights with the last update, after they had been excluded
+        self._given_version: int | None = None  # of the weights of servers; None: those they were started with
+        self._refreshing: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def resume(self) -> None:
         # Every server is probed, since any of them may get a request; the last one's capabilities count for all.
-        await asyncio.gather(*map(self._probe_or_exclude, self._servers.healthy))
-        self._servers.check()
+        await asyncio.gather(*map(self._probe_or_exclude, self._healthy))
+        self._check_any()
         self._is_awake = True
 
     async def release(self) -> None:
         self._is_awake = False
-        for server in self._servers.healthy:
+        for server in self._healthy:
             try:
-                await self._client.call(server, "POST", "/sleep", {}, CONTROL_TIMEOUT_S)
+                await self._switch(server, "/sleep")
             except ServerFailure as failure:
-                if failure.status not in _UNKNOWN_PATH:
-                    await self._exclude_or_raise(server, failure)
+                await self._exclude_or_raise(server, failure)
 
     async def close(self) -> None:
         if self._watching is not None:
@@ -228,7 +120,7 @@ class OpenAIRollout(RemoteRollout):
             return await super().log_probs(sequences)
         body = {"token_ids": [ids.tolist() for ids in sequences]}
         found: list[list[float]] = []
-        for server in sorted(self._servers.healthy, key=lambda server: server in self._returned):
+        for server in sorted(self._healthy, key=lambda server: server in self._returned):
             try:
                 reply = await self._client.call(server, "POST", "/log_probs", body, CONTROL_TIMEOUT_S)
             except ServerFailure as failure:
@@ -237,26 +129,28 @@ class OpenAIRollout(RemoteRollout):
             if found and reply["log_probs"] != found:  # what one has taken wrongly, the others cannot excuse
                 if server not in self._returned:
                     raise RolloutError(f"servers {self._name} do not agree on log-probs: they hold different weights.")
-                await self._servers.exclude(server, "its log-probs are not those of the others")
+                await self._exclude(server, "its log-probs are not those of the others")
                 continue
             found = reply["log_probs"]
-        self._servers.check()
+        self._check_any()
         return [np.array(one, np.float32) for one in found]
 
     async def _watch(self) -> None:
-        """Look after the servers while answers are written."""
-        while self._tasks or self._waiting:
+        """Check the servers while answers are written, but not while they take new weights."""
+        while True:
             await asyncio.sleep(_INTERVAL_S)
-            await self._servers.refresh()
+            if not self._tasks and not self._waiting:
+                return
+            await self._refresh()
             try:
-                self._servers.check()
+                self._check_any()
             except RolloutError as error:
                 self._fail(error)
 
     async def _exclude_or_raise(self, server: str, failure: ServerFailure) -> None:
         if not failure.is_transient:
             raise RolloutError(f"{failure}.") from failure
-        await self._servers.exclude(server, str(failure))
+        await self._exclude(server, str(failure))
 
     async def _probe_or_exclude(self, server: str) -> None:
         try:
@@ -267,25 +161,29 @@ class OpenAIRollout(RemoteRollout):
             cause = error.__cause__
             if not isinstance(cause, ServerFailure) or not cause.is_transient:
                 raise
-            await self._servers.exclude(server, str(cause))
+            await self._exclude(server, str(cause))
 
-    async def _probe(self, server: str) -> None:
+    async def _switch(self, server: str, path: str) -> None:
+        """Have a server sleep or wake up, if it knows how to."""
         try:
-            await self._client.call(server, "POST", "/wake_up", {}, CONTROL_TIMEOUT_S)
+            await self._client.call(server, "POST", path, {}, CONTROL_TIMEOUT_S)
         except ServerFailure as failure:
             if failure.status not in _UNKNOWN_PATH:
                 raise
+
+    async def _probe(self, server: str) -> None:
+        await self._switch(server, "/wake_up")
         if server not in self._probed:
             self._capabilities = await probe(self._client, server, self._model, self._tokenizer)
             self._probed.add(server)
 
     async def _load(self, folder: str, version: int) -> None:
         """Give new weights to healthy servers, and to excluded ones that answer again; adapters are merged there."""
-        await self._servers.refresh()
-        excluded = list(self._servers.excluded)
+        await self._refresh()
+        excluded = list(self._excluded)
         returned = await asyncio.gather(*map(self._has_returned, excluded))
         self._returned = {server for server, is_back in zip(excluded, returned, strict=True) if is_back}
-        asked = [server for server in self._servers.addresses if server in {*self._servers.healthy, *self._returned}]
+        asked = [server for server in self._addresses if server in {*self._healthy, *self._returned}]
 
         async def give(server: str) -> bool:
             try:
@@ -293,7 +191,7 @@ class OpenAIRollout(RemoteRollout):
                 await self._client.call(server, "POST", "/update_weights", body, CONTROL_TIMEOUT_S)
             except ServerFailure as failure:
                 if server in self._returned:
-                    await self._servers.exclude(server, str(failure))
+                    await self._exclude(server, str(failure))
                 else:
                     await self._exclude_or_raise(server, failure)
                 return False
@@ -302,14 +200,14 @@ class OpenAIRollout(RemoteRollout):
         took = await asyncio.gather(*map(give, asked))
         newest = [server for server, has_taken in zip(asked, took, strict=True) if has_taken]
         try:
-            await self._servers.set_version(newest, version)
+            await self._set_version(newest, version)
         except ServerFailure as failure:
             raise RolloutError(f"the router was not told of new weights: {failure}.") from failure
-        self._servers.check()
+        self._check_any()
 
     async def _has_returned(self, server: str) -> bool:
         """Return whether an excluded server answers again as one of ours."""
-        if await self._servers.problem(server, minds_version=False):
+        if await self._problem(server, minds_version=False):
             return False
         self._probed.discard(server)
         before = self._capabilities
@@ -320,18 +218,100 @@ class OpenAIRollout(RemoteRollout):
         is_same, self._capabilities = self._capabilities == before and server in self._probed, before
         return is_same
 
-    def _address(self) -> str:
-        return self._servers.address()
-
-    async def _after_failure(self) -> None:
-        await self._servers.refresh()
-
     def _expects(self, version: int) -> bool:
-        return self._servers.version in (None, version)
+        return self._given_version in (None, version)
 
     @property
     def _name(self) -> str:
-        return ", ".join(self._servers.addresses)
+        return ", ".join(self._addresses)
+
+    # The servers: which are healthy, which are excluded and why
+
+    @property
+    def _healthy(self) -> list[str]:
+        return [server for server in self._addresses if server not in self._excluded]
+
+    def _check_any(self) -> None:
+        """Raise `RolloutError` where no server is healthy."""
+        if not self._healthy:
+            reasons = "; ".join(f"{server}: {reason}" for server, reason in self._excluded.items())
+            raise RolloutError(f"none of rollout.openai.servers can be asked any more. {reasons}.")
+
+    def _address(self) -> str:
+        """Return where the next request goes: to the router, or to each server in turn."""
+        self._check_any()
+        if self._router is not None:
+            return self._router
+        healthy = self._healthy
+        return healthy[next(self._next) % len(healthy)]
+
+    async def _exclude(self, server: str, reason: str) -> None:
+        if server in self._excluded:
+            return
+        log.warning("server %s is left out until it is healthy and has the newest weights: %s", server, reason)
+        self._excluded[server] = reason
+        try:
+            await self._tell_router(url=server, version=0)
+        except ServerFailure as failure:  # its answers say which weights they are from
+            log.warning("the router was not told that %s is excluded: %s", server, failure)
+
+    def _include(self, server: str, remark: str = "") -> None:
+        if self._excluded.pop(server, None) is not None:
+            log.warning("server %s is back%s", server, remark)
+
+    async def _set_version(self, servers: Items[str], version: int) -> None:
+        """Record that these servers, and no others, have the weights of this version now."""
+        self._given_version = version
+        for server in servers:
+            self._include(server, ", with the newest weights")
+        # Not the version of the weights, which may go back with a checkpoint: no other server may count as newer.
+        number = time.time_ns() // 1_000_000
+        for server in servers:
+            await self._tell_router(url=server, version=number)
+        await self._tell_router(version=number)
+
+    async def _refresh(self) -> None:
+        """Find out which servers are healthy, once for all requests that ask for it at a time."""
+        if self._refreshing is None or self._refreshing.done():
+            self._refreshing = asyncio.get_running_loop().create_task(self._find_healthy())
+        await asyncio.shield(self._refreshing)
+
+    async def _problem(self, server: str, *, minds_version: bool = True) -> str:
+        """Return what keeps a server from being asked; an empty text where nothing does."""
+        try:
+            reply = await self._health(server)
+        except ServerFailure:
+            await asyncio.sleep(_PAUSE_S)
+            try:
+                reply = await self._health(server)
+            except ServerFailure as failure:
+                return str(failure)
+        found = reply.get("weight_version") if isinstance(reply, dict) else None
+        if minds_version and None not in (found, self._given_version) and found != self._given_version:
+            return f"it has weights of version {found}, not {self._given_version}: it may have been started again"
+        return ""
+
+    async def _find_healthy(self) -> None:
+        # Those that take no weights may be asked again as soon as they answer.
+        asked = self._addresses if self._given_version is None else self._healthy
+        problems = await asyncio.gather(*map(self._problem, asked))
+        for server, reason in zip(asked, problems, strict=True):
+            if reason:
+                await self._exclude(server, reason)
+            else:
+                self._include(server)
+
+    async def _health(self, server: str) -> Any:
+        try:
+            return await self._client.call(server, "GET", "/health", timeout_s=_HEALTH_S)
+        except ServerFailure as failure:
+            if failure.is_transient and (failure.status is None or failure.status >= 500):
+                raise
+            return None  # it does not know this path, but it answers
+
+    async def _tell_router(self, **fields: Any) -> None:
+        if self._control is not None and self._router is not None:
+            await self._control.call(self._router, "POST", "/router/version", fields, _HEALTH_S)
 
 
 def server_address(address: str) -> str:

@@ -38,7 +38,7 @@ class RolloutWorker(Worker):
 
     `agent` lets the model talk with tools or an environment between its turns. `threads` is how many the engine
     computes with; None leaves it as it is in this process. With `is_partial` answers are aborted for new weights and
-    gone on with under them. It is asleep until `resume`.
+    continued under them. It is asleep until `resume`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RolloutWorker(Worker):
         writer = self._conversations or self._engine
         for group in groups:
             writer.check(group)
-        alone = [_part_of(group, [t]) for group in groups for t in group.trajectories if not t.is_finished]
+        alone = [with_trajectories(group, [t]) for group in groups for t in group.trajectories if not t.is_finished]
         try:
             async with aclosing(_joined(writer.generate(alone), len(alone))) as writing:
                 async for finished in writing:
@@ -96,7 +96,7 @@ class RolloutWorker(Worker):
 
     async def update_weights(self, version: int, ticket: Ticket | None = None) -> None:
         """Take the weights that the ticket is for; without one those of the sibling, as they are now, for which all
-        ranks must be called. Answers under way are finished first, or aborted and gone on with. It is awake after.
+        ranks must be called. Answers under way are finished first, or aborted and continued. It is awake after.
         """
         async with self._engine.exclusive(abort=self._is_partial, timeout_s=self._timeout_s):
             await self._wake()
@@ -145,7 +145,8 @@ class RolloutWorker(Worker):
         return update if self._merger is None else self._merger.merged(update)
 
 
-def _part_of(group: PromptGroup, trajectories: list[Trajectory]) -> PromptGroup:
+def with_trajectories(group: PromptGroup, trajectories: list[Trajectory]) -> PromptGroup:
+    """Return a group with some of the trajectories."""
     params = replace(group.params, num_answers=len(trajectories))
     return replace(group, params=params, trajectories=trajectories)
 
@@ -181,7 +182,7 @@ def _to_send(parts: Sequence[PromptGroup]) -> list[PromptGroup]:
     by_group: dict[str, list[PromptGroup]] = {}
     for part in parts:
         by_group.setdefault(part.id, []).append(part)
-    groups = [_part_of(own[0], [part.trajectories[0] for part in own]) for own in by_group.values()]
+    groups = [with_trajectories(own[0], [part.trajectories[0] for part in own]) for own in by_group.values()]
     routed = [
         (sample, sample.routes)
         for group in groups

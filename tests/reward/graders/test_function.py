@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from practicum.errors import RewardError
-from practicum.reward.graders.function import load_function, source_of
+from practicum.reward.graders.function import load_function, shape_of, source_of
 from practicum.types import Score
 from tests.reward.builders import REWARDS, function, graded_by_worker, samples_of
 
@@ -57,10 +57,10 @@ def test_async_functions_run_side_by_side() -> None:
 
 
 def test_an_import_path_works_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load_function("math:floor").function(1.5) == 1
+    assert load_function("math:floor")(1.5) == 1
     (tmp_path / "beside_me.py").write_text("def grade(sample): return 1.0")
     monkeypatch.chdir(tmp_path)
-    assert load_function("beside_me:grade").function(None) == 1.0
+    assert load_function("beside_me:grade")(None) == 1.0
 
 
 def test_a_file_may_import_its_neighbours(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_one_useless_value_in_a_list_costs_its_own_sample() -> None:
 )
 def test_a_function_that_cannot_work_is_refused_by_name(spec: str, complaint: str) -> None:
     with pytest.raises(RewardError) as caught:
-        load_function(spec)
+        shape_of(spec)
     assert complaint in str(caught.value)
     assert spec in str(caught.value)
 
@@ -148,11 +148,11 @@ def test_a_file_that_fails_on_import_says_how(tmp_path: Path, text: str) -> None
 def test_the_state_of_the_file_is_part_of_what_tells_functions_apart(tmp_path: Path) -> None:
     file = tmp_path / "changing.py"
     file.write_text("def grade(sample): return 1.0")
-    graded = load_function(f"{file}:grade").function
+    graded = load_function(f"{file}:grade")
     first = source_of(graded)
     assert source_of(graded) == first
     file.write_text("def grade(sample): return 2.0")
     assert source_of(graded) != first
-    sources = {source_of(load_function(function(name)).function) for name in ("length", "an_object", "a_partial")}
+    sources = {source_of(load_function(function(name))) for name in ("length", "an_object", "a_partial")}
     assert len(sources) == 1 and sources != {""}
-    assert source_of(load_function("math:floor").function) == ""
+    assert source_of(load_function("math:floor")) == ""

@@ -63,9 +63,9 @@ class Table:
         (ids,) = encode_prompts(self.tokenizer, [prompt])
         return PromptGroup(question, prompt, ids, params or SamplingParams(4000), seed)
 
-    async def fill(self, *groups: PromptGroup, **more: Any) -> list[PromptGroup]:
+    async def fill(self, *groups: PromptGroup) -> list[PromptGroup]:
         """Have the groups written; return them in the order in which they ended."""
-        return [group async for some in self.conversations.generate(groups, **more) for group in some]
+        return [group async for some in self.conversations.generate(groups) for group in some]
 
     async def ask(self, question: str = "go", params: SamplingParams | None = None, **fields: Any) -> list[Sample]:
         (group,) = await self.fill(self.group(question, params, **fields))
@@ -481,23 +481,6 @@ def test_new_weights_wait_for_conversations_unless_they_may_go_on_under_them(tok
             assert versions == [{0, 1} if is_partial else {0}, {1}]
 
     run(test())
-
-
-def test_whoever_listens_hears_of_every_token(tokenizer: Any) -> None:
-    heard: dict[str, list[tuple[int, float]]] = {}
-
-    def hear(trajectory: Trajectory, token_ids: list[int], log_probs: list[float]) -> None:
-        heard.setdefault(trajectory.id, []).extend(zip(token_ids, log_probs, strict=True))
-
-    async def test() -> PromptGroup:
-        async with table(tokenizer, tools("add"), counts_up(to=2)) as t:
-            (group,) = await t.fill(t.group(params=SamplingParams(999, num_answers=2)), on_tokens=hear)
-            return group
-
-    for trajectory in run(test()).trajectories:
-        sample = trajectory.last
-        assert [token for token, _ in heard[trajectory.id]] == sample.token_ids.tolist()
-        assert [log_prob == log_prob for _, log_prob in heard[trajectory.id]] == sample.loss_mask.tolist()
 
 
 def test_routes_are_those_of_the_turn_that_first_saw_a_token(tokenizer: Any) -> None:

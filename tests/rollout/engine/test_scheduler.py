@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from itertools import chain
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from practicum.rollout.engine.scheduler import Scheduler, in_order
+from practicum.rollout.engine.scheduler import Scheduler
 from practicum.rollout.engine.sequence import Sequence
 from practicum.types import Prompt, SamplingParams
+from tests.rollout.contract import check_blocks
 
 BLOCK = 4
 
@@ -54,10 +56,10 @@ def test_answers_to_a_prompt_share_the_blocks_that_it_fills() -> None:
     assert len({tuple(sequence.blocks[:2]) for sequence in three}) == 1
     assert len({sequence.blocks[2] for sequence in three}) == len({sequence.slot for sequence in three}) == 3
     assert own.num_free_blocks == 20 - 5
-    own.check()
+    check_blocks(own)
     for left in (16, 17, 20):  # the shared ones go with the last
         own.remove([own.running[0]])
-        own.check()
+        check_blocks(own)
         assert own.num_free_blocks == left
     assert not own.has_work
 
@@ -93,7 +95,7 @@ def test_slots_and_blocks_bound_what_is_admitted() -> None:
     tight.add(answers(5, 9))
     assert sizes(tight.admit()) == [3]  # one that they share, and one each
     assert tight.num_free_blocks == 0 and len(tight.waiting) == 6
-    tight.check()
+    check_blocks(tight)
 
 
 def test_a_block_is_kept_for_each_of_those_under_way() -> None:
@@ -116,7 +118,7 @@ def test_sequences_grow_all_or_none() -> None:
     assert own.grow([first, second]) == [first, second] and own.num_free_blocks == 0
     first.num_launched = BLOCK + 2
     assert own.grow([first]) is None
-    own.check()
+    check_blocks(own)
 
 
 def test_growing_takes_several_blocks_where_there_are_but_no_more_than_it_may_fill() -> None:
@@ -144,7 +146,7 @@ def test_the_youngest_gives_way_and_is_the_first_to_come_back() -> None:
     own.remove([old])
     assert own.admit() == [[young]]  # with all its tokens, in two blocks
     assert len(young.blocks) == 2
-    own.check()
+    check_blocks(own)
 
 
 def test_what_is_begun_is_forgotten_on_beginning_anew_and_what_waits_is_not() -> None:
@@ -156,7 +158,7 @@ def test_what_is_begun_is_forgotten_on_beginning_anew_and_what_waits_is_not() ->
     own.preempt()
     assert own.reset(5) == [begun, preempted]
     assert list(own.waiting) == [waiting] and own.num_free_blocks == own.num_blocks == 5
-    own.check()
+    check_blocks(own)
 
 
 def test_a_block_is_begun_by_its_first_token() -> None:
@@ -205,11 +207,11 @@ def test_all_are_written_whatever_happens_and_every_block_has_its_holders(
             aborted += own.remove(own.running[:1])
         groups = own.admit()
         assert sum(group[0].num_tokens for group in groups) <= 16 or len(groups) == 1
-        for sequence in in_order(groups):
+        for sequence in chain.from_iterable(groups):
             assert len(sequence.blocks) * BLOCK > sequence.num_tokens
             sequence.num_launched += 1
         if groups:
-            flights.append(list(in_order(groups)))
+            flights.append(list(chain.from_iterable(groups)))
             collect(behind)
         while going := [one for one in own.running if one.num_tokens + one.num_launched < one.max_tokens]:
             if own.grow(going) is not None:
@@ -223,7 +225,7 @@ def test_all_are_written_whatever_happens_and_every_block_has_its_holders(
             else:
                 own.preempt()
         collect(behind if going else 0)
-        own.check()
+        check_blocks(own)
         if not (own.has_work or coming or flights):
             break
     assert sorted(map(id, [*ended, *aborted])) == sorted(map(id, expected))

@@ -342,8 +342,8 @@ def test_figures_add_up() -> None:
         metrics.answered("/v1/completions", 200, seconds)
     metrics.add_tokens(5)
     metrics.add_tokens(0, 7)
-    metrics.first_token(0.05)
-    metrics.abandoned()
+    metrics.first_token_s.observe(0.05)
+    metrics.num_abandoned.inc()
     told = metrics.text().decode()
     running = 3.0
     for line in (

@@ -19,7 +19,7 @@ import pytest
 from practicum.errors import RolloutError
 from practicum.rollout.remote.client import ServerFailure
 from practicum.rollout.vllm.engine import VllmRollout
-from practicum.rollout.vllm.local import LocalVllm
+from practicum.rollout.vllm.local import LocalVllm, Vllm
 from practicum.types import SamplingParams
 from tests.rollout.asking import run as run_alone
 from tests.rollout.asking import written
@@ -110,7 +110,7 @@ def output(name: str, prompt: list[int], fields: Mapping[str, Any], numbers: ran
     )
 
 
-class FakeLibrary:
+class FakeLibrary(Vllm):
     def __init__(self, fails: Exception | None = None) -> None:
         self.engine = FakeEngine()
         self.fails = fails

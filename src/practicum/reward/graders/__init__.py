@@ -21,7 +21,7 @@ from practicum.reward.graders.penalties import Overlong, Repetition
 from practicum.reward.graders.regex import Regex
 from practicum.reward.graders.remote import Classifier, Endpoint
 
-__all__ = ["GRADERS", "Grader", "make_grader", "option_names"]
+__all__ = ["GRADERS", "Grader", "make_grader"]
 
 GRADERS: dict[str, type[Grader]] = {
     # Answers compared with the ground truth
@@ -54,13 +54,8 @@ def make_grader(name: str, options: Mapping[str, Any], where: str) -> Grader:
         raise RewardError(f"{where}: {_describe(error, name)}") from None
 
 
-def option_names(grader: type[Grader]) -> list[str]:
-    """Return the names as they are written in the config."""
-    return [field.alias or name for name, field in grader.model_fields.items()]
-
-
 def _describe(error: ValidationError, grader: str) -> str:
-    known = option_names(GRADERS[grader])
+    known = [field.alias or name for name, field in GRADERS[grader].model_fields.items()]
     lines = []
     for detail in error.errors():
         option = ".".join(str(part) for part in detail["loc"])

@@ -152,8 +152,7 @@ def last_block(text: str) -> str:
 
 
 def read_tests(truth: Any, tolerance: float, tests: Literal["apart", "together"] = "apart") -> Tests:
-    """Read the tests. Raises ValueError, in words for whoever wrote the data, when the ground truth is none of the
-    known forms."""
+    """Read the tests. Raises ValueError, in words for the author of the data, for a ground truth of no known form."""
     if isinstance(truth, str) and truth.lstrip()[:1] in ("[", "{"):
         with contextlib.suppress(json.JSONDecodeError):
             truth = json.loads(truth)
@@ -288,15 +287,13 @@ def printed(outcome: Outcome, expected: str, tolerance: float) -> bool:
     )
     if lines == wanted:
         return True
-    return tolerance > 0 and len(lines) == len(wanted) and all(map(tokens_near(tolerance), lines, wanted))
+    if tolerance == 0 or len(lines) != len(wanted):
+        return False
+    return all(words_near(line.split(), other.split(), tolerance) for line, other in zip(lines, wanted, strict=True))
 
 
-def tokens_near(tolerance: float) -> Callable[[str, str], bool]:
-    def near(line: str, wanted: str) -> bool:
-        pairs = list(zip(line.split(), wanted.split(), strict=False))
-        return len(line.split()) == len(wanted.split()) and all(word_near(*pair, tolerance) for pair in pairs)
-
-    return near
+def words_near(words: list[str], wanted: list[str], tolerance: float) -> bool:
+    return len(words) == len(wanted) and all(word_near(*pair, tolerance) for pair in zip(words, wanted, strict=True))
 
 
 def word_near(word: str, wanted: str, tolerance: float) -> bool:

@@ -35,8 +35,7 @@ def ground_truths(prompt: Prompt, grader: str) -> tuple[Any, ...]:
 
 
 def answer_text(sample: Sample) -> str:
-    """Return what a sample says after its thinking: the text behind the last </think>, or all of it where there is
-    none."""
+    """Return what a sample says after its thinking: the text behind the last </think>, or all of it."""
     return sample.text.rpartition("</think>")[2]
 
 

@@ -15,7 +15,6 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -44,23 +43,6 @@ class FunctionShape(Section):
     """Tells one state of its file from another."""
 
 
-@dataclass(frozen=True, slots=True)
-class RewardFunction:
-    """A user's function and how to call it."""
-
-    name: str
-    function: Callable[..., Any]
-    shape: FunctionShape
-
-    def call(self, given: Sample | list[Sample]) -> Any:
-        """Return what the function returns: a value, as many values as samples, or a coroutine of either."""
-        if self.shape.fields:
-            assert isinstance(given, Sample)
-            fields = _fields(given)
-            return self.function(**{name: fields[name] for name in self.shape.fields})
-        return self.function(given)
-
-
 class UserFunction(Grader):
     function: str = Field(min_length=1)
     """path/to/file.py:name or package.module:name."""
@@ -68,33 +50,43 @@ class UserFunction(Grader):
     """Found out by `probe_function`, so that only the processes that call it need import it."""
 
     def prepare(self) -> None:
-        self.loaded()
+        load_function(self.function)
 
-    def loaded(self) -> RewardFunction:
-        return load_function(self.function)
+    def grade(self, given: Sample | list[Sample]) -> Score | list[Score]:
+        return _read(self._call(given), given)
 
-    def grade(self, sample: Sample) -> Score:
-        return score_of(self.loaded().call(sample))
+    async def grade_async(self, given: Sample | list[Sample]) -> Score | list[Score]:
+        return _read(await self._call(given), given)
 
-    def grade_list(self, samples: list[Sample]) -> list[Score]:
-        return self._scores(self.loaded().call(samples), len(samples))
+    def _call(self, given: Sample | list[Sample]) -> Any:
+        """Return what the function returns: a value, as many values as samples, or a coroutine of either."""
+        function = load_function(self.function)
+        if not self.shape.fields:
+            return function(given)
+        assert isinstance(given, Sample)
+        prompt = given.prompt
+        info = prompt.metadata.get("extra_info", prompt.metadata)  # a column of that name, as verl's files have it
+        fields = {
+            "data_source": prompt.data_source,
+            "solution_str": given.text,
+            "ground_truth": prompt.answer,
+            "extra_info": dict(info) if isinstance(info, Mapping) else info,
+        }
+        return function(**{name: fields[name] for name in self.shape.fields})
 
-    async def grade_async(self, sample: Sample) -> Score:
-        return score_of(await self.loaded().call(sample))
 
-    async def grade_list_async(self, samples: list[Sample]) -> list[Score]:
-        return self._scores(await self.loaded().call(samples), len(samples))
-
-    def _scores(self, values: Any, expected: int) -> list[Score]:
-        """Read the values. One unusable value costs its own sample, a wrong number of them all."""
-        values = list(values)
-        if len(values) != expected:
-            raise ValueError(f"returned {len(values)} scores for {expected} samples")
-        return [_score_or_failure(value) for value in values]
+def _read(result: Any, given: Sample | list[Sample]) -> Score | list[Score]:
+    """Read what a function returned. One unusable value costs its own sample, a wrong number of them all."""
+    if isinstance(given, Sample):
+        return score_of(result)
+    values = list(result)
+    if len(values) != len(given):
+        raise ValueError(f"returned {len(values)} scores for {len(given)} samples")
+    return [_score_or_failure(value) for value in values]
 
 
 def source_of(function: Callable[..., Any]) -> str:
-    """Hash the file it is written in."""
+    """Hash the file that a function is written in."""
     function = inspect.unwrap(function)
     if isinstance(function, functools.partial):
         function = function.func
@@ -113,12 +105,14 @@ def _score_or_failure(value: Any) -> Score:
 
 
 @functools.lru_cache(maxsize=64)
-def load_function(spec: str) -> RewardFunction:
-    """Find `path/to/file.py:name` or `package.module:name`, and check that it can be called with a sample."""
-    return _checked(spec, load_named(spec, key="reward.function", error=RewardError))
+def load_function(spec: str) -> Callable[..., Any]:
+    """Find `path/to/file.py:name` or `package.module:name`."""
+    return load_named(spec, key="reward.function", error=RewardError)
 
 
-def _checked(spec: str, function: Callable[..., Any]) -> RewardFunction:
+def shape_of(spec: str) -> FunctionShape:
+    """Return how to call the function `spec`. Raises RewardError if it cannot be called with a sample."""
+    function = load_function(spec)
     try:
         signature = inspect.signature(function)
     except ValueError:
@@ -137,12 +131,12 @@ def _checked(spec: str, function: Callable[..., Any]) -> RewardFunction:
         ) from None
     annotation = next(iter(signature.parameters.values())).annotation
     called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
-    shape = FunctionShape(
+    return FunctionShape(
         is_async=inspect.iscoroutinefunction(inspect.unwrap(called)),
         takes_list=not fields and _is_list(annotation),
         fields=fields,
+        source=source_of(function),
     )
-    return RewardFunction(spec, function, shape)
 
 
 def _verl_fields(signature: inspect.Signature) -> tuple[str, ...]:
@@ -158,14 +152,3 @@ def _is_list(annotation: Any) -> bool:
     if isinstance(annotation, str):  # under `from __future__ import annotations`
         return annotation.split("[")[0].rpartition(".")[2] in ("list", "List", "Sequence")
     return annotation is list or get_origin(annotation) in (list, Sequence)
-
-
-def _fields(sample: Sample) -> dict[str, Any]:
-    prompt = sample.prompt
-    extra_info = prompt.metadata.get("extra_info", prompt.metadata)  # a column of that name, as verl's files have it
-    return {
-        "data_source": prompt.data_source,
-        "solution_str": sample.text,
-        "ground_truth": prompt.answer,
-        "extra_info": dict(extra_info) if isinstance(extra_info, Mapping) else extra_info,
-    }

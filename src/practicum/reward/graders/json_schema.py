@@ -103,8 +103,7 @@ def _refuse_constant(name: str) -> None:
 
 @lru_cache(maxsize=256)  # the answers to one prompt come close together
 def _validator(schema_text: str) -> Any:
-    """Make jsonschema's validator. Raises a ValueError for text that is no schema, or whose references lead outside
-    it."""
+    """Make jsonschema's validator. Raises ValueError for text that is no schema, or that refers to others."""
     from jsonschema import Draft202012Validator, SchemaError
     from jsonschema.validators import validator_for  # type: ignore[import-untyped]
     from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]

@@ -49,8 +49,7 @@ class Math(IsolatedGrader):
 
 
 def _is_equivalent(truths: list[Any], answer: list[Any]) -> bool:
-    """Compare two answers. What SymPy cannot compare counts as different, as math-verify has it; running out of memory
-    is no judgement."""
+    """Compare as math-verify does: what SymPy cannot compare is different. Running out of memory is no judgement."""
     from math_verify import verify
 
     try:

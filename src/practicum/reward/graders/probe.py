@@ -7,14 +7,11 @@ import json
 import os
 import subprocess
 import sys
-import time
-from multiprocessing.connection import wait
 
 from practicum.errors import RewardError
-from practicum.reward.graders.function import FunctionShape, load_function, source_of
+from practicum.reward.graders.function import FunctionShape, shape_of
 
 _IMPORT_S = 120.0
-_STOP_S = 5.0
 
 
 def probe_function(spec: str, timeout_s: float = _IMPORT_S) -> FunctionShape:
@@ -33,54 +30,40 @@ def probe_function(spec: str, timeout_s: float = _IMPORT_S) -> FunctionShape:
 @functools.lru_cache(maxsize=64)
 def _probed(spec: str, changed_ns: int, folder: str, timeout_s: float) -> FunctionShape:
     """Ask once for each state of the file."""
-    told, telling = os.pipe()
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "practicum.reward.graders.probe", spec, str(telling)],
-            pass_fds=[telling],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,
-        )
-    finally:
-        os.close(telling)
-    try:
-        words = _read(told, time.monotonic() + timeout_s)
-        if words is None:
-            raise RewardError(f"reward.function={spec!r}: importing its file took longer than {timeout_s:g} s.")
-        if not words:
-            code = process.wait(_STOP_S)
-            how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-            raise RewardError(f"reward.function={spec!r}: the process that imported its file ended with {how}.")
-    finally:
-        os.close(told)
-        process.kill()
-        process.wait()
-    found = json.loads(words)
+    with open(os.memfd_create("shape"), "w+b") as file:  # the user's module may print
+        try:
+            ended = subprocess.run(
+                [sys.executable, "-m", "practicum.reward.graders.probe", spec, str(file.fileno())],
+                pass_fds=[file.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise RewardError(
+                f"reward.function={spec!r}: importing its file took longer than {timeout_s:g} s."
+            ) from None
+        file.seek(0)
+        written = file.read()
+    if not written:
+        code = ended.returncode
+        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        raise RewardError(f"reward.function={spec!r}: the process that imported its file ended with {how}.")
+    found = json.loads(written)
     if "error" in found:
         raise RewardError(found["error"])
     return FunctionShape(**found)
 
 
-def _read(fd: int, deadline: float) -> bytes | None:
-    """Read until the other side closes it; None if that takes too long."""
-    words = b""
-    while wait([fd], max(0.0, deadline - time.monotonic())):  # select refuses descriptors from 1024 on
-        data = os.read(fd, 1 << 16)
-        if not data:
-            return words
-        words += data
-    return None
-
-
 def main() -> None:
-    spec, telling = sys.argv[1], int(sys.argv[2])
+    spec, fd = sys.argv[1], int(sys.argv[2])
     try:
-        function = load_function(spec)
-        found = {**function.shape.model_dump(), "source": source_of(function.function)}
+        found = shape_of(spec).model_dump()
     except RewardError as error:
         found = {"error": str(error)}
-    os.write(telling, json.dumps(found).encode())
+    os.write(fd, json.dumps(found).encode())
     os._exit(0)  # whatever threads the file has started
 
 

@@ -79,18 +79,6 @@ class Limits(Section):
     output_kb: int = Field(default=1024, ge=1)
     """Output and error output, each; a program that writes more is stopped."""
 
-    def for_launcher(self) -> dict[str, float]:
-        return {
-            "wall": self.wall_s,
-            "cpu": self.cpu_s,
-            "memory": self.memory_mb << 20,
-            "disk": self.disk_mb << 20,
-            "inodes": self.num_files,
-            "processes": self.processes,
-            "open_files": self.open_files,
-            "output": self.output_kb << 10,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -181,7 +169,7 @@ def request(limits: Limits, packages: bool, folder: str | None) -> dict[str, Any
         "links": plan.links,
         "hidden": plan.hidden,
         "filter": b"" if folder else syscalls.build_filter(platform.machine()),
-        "limits": limits.for_launcher(),
+        "limits": limits.model_dump(),
         "environment": environment,
         "argv": [plan.interpreter, *flags],
         "files": {},

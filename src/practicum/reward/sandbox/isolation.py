@@ -105,8 +105,7 @@ def map_identity(uid: int, gid: int, proc: int) -> None:
 
 
 def enter_namespaces() -> bool:
-    """Return whether B keeps root over its mounts. Root needs no user namespace for them; C gets one with its
-    identity."""
+    """Return whether B keeps root over its mounts: root needs no user namespace for them. C gets one in any case."""
     flags = CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
     uid, gid = os.getuid(), os.getgid()
     if uid == 0 and libc.unshare(flags) == 0:
@@ -171,7 +170,9 @@ class Box:
     def fresh_folder(self) -> str:
         if self.mounted:
             check("unmount /box", libc.umount2(b"/box", MNT_DETACH))
-        options = f"size={self.limits['disk']},nr_inodes={self.limits['inodes']},mode=755,uid={NOBODY},gid={NOBODY}"
+        options = (
+            f"size={self.limits['disk_mb']}m,nr_inodes={self.limits['num_files']},mode=755,uid={NOBODY},gid={NOBODY}"
+        )
         mount("tmpfs", "/box", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
         self.mounted = True
         for folder in (WORK, TEMPORARY):
@@ -180,8 +181,7 @@ class Box:
         return WORK
 
     def drop(self) -> None:
-        """Drop all rights in C, before exec. A process that is not root in its namespace loses all capabilities by
-        exec."""
+        """Drop all rights in C, before exec, by which a process that is not root loses all capabilities."""
         write_file("self/oom_score_adj", "1000", self.proc)
         if self.root:
             os.setgroups([])

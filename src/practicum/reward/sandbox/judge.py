@@ -43,8 +43,7 @@ TESTS = "tests"  # module name of classes that a test defines
 
 
 class Unusable(BaseException):
-    """Raised where a test wants to hand over something that cannot be. No `except Exception` of a test may swallow
-    it."""
+    """Raised where a test passes what cannot cross over. No `except Exception` of a test may swallow it."""
 
 
 class Handle:
@@ -123,12 +122,12 @@ for _name in ARITHMETIC:
 
 
 class Peer:
-    """One end of the line. `guarded` is the judge's: it hands out only what a test means to hand out."""
+    """One end of the line. `guarded` is the judge's: it exports only what a test means to pass."""
 
     def __init__(self, read_fd: int, write_fd: int, guarded: bool) -> None:
         self.reader, self.writer = os.fdopen(read_fd, "rb"), os.fdopen(write_fd, "wb")
         self.guarded = guarded
-        self.handed_out: list[Any] = []
+        self.exported: list[Any] = []
 
     def call(self, target: Handle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result, changed = self.ask("call", target, args, kwargs)
@@ -179,15 +178,14 @@ class Peer:
                 return setattr(target, rest[0], rest[1])
             case "operator":
                 if target == "iter" and self.guarded:
-                    return (item for item in rest[0])  # of a kind that can be handed out
+                    return (item for item in rest[0])  # of a kind that can be exported
                 return getattr(builtins if target in BUILTIN else operator, target)(*rest)
             case "names":
                 return {name: value for name, value in target.items() if not name.startswith("__")}
         raise AssertionError(what)
 
     def may(self, what: str, target: Any, *rest: Any) -> bool:
-        """Return whether the answer may do this to something of the test's. Frames and globals must stay out of
-        reach."""
+        """Return whether the answer may do this to something of the test's, whose frames and globals are private."""
         if what == "operator":
             return target in ("iter", "next", "len", "getitem", "eq", "bool", "lt")
         public = what == "call" or not str(rest[0]).startswith("_")
@@ -221,15 +219,15 @@ class Peer:
             and (self.guarded or isinstance(value, type))
         ):
             return ["builtin", name]
-        return self.hand_out(value)
+        return self.export(value)
 
-    def hand_out(self, value: Any) -> Any:
+    def export(self, value: Any) -> Any:
         usual = isinstance(value, types.FunctionType | types.MethodType | types.GeneratorType)
         if self.guarded and not usual and not of_tests(value):
             raise Unusable(f"it hands a {type(value).__name__} to the answer")
-        self.handed_out.append(value)
+        self.exported.append(value)
         base = next((b for b in (int, float, str, list, tuple, dict, set, frozenset) if isinstance(value, b)), None)
-        return ["mine", [len(self.handed_out) - 1, None if base is None else self.encode(base(value))]]
+        return ["mine", [len(self.exported) - 1, None if base is None else self.encode(base(value))]]
 
     def decode(self, value: Any) -> Any:
         if type(value) in SCALARS:
@@ -249,7 +247,7 @@ class Peer:
                 make = VALUES[module, name][1]
                 return make(getattr(__import__(module), name), self.decode(parts))
             case "yours":
-                return self.handed_out[content]
+                return self.exported[content]
             case "mine":
                 return Handle(self, content[0], self.decode(content[1]))
             case "module":
@@ -299,7 +297,7 @@ def hold_answer(peer: Peer, source: str) -> None:
         peer.send(["failed", f"{type(error).__name__}: {error}"])
         return
     peer.send(["ready", None])
-    peer.handed_out.append(namespace)  # number 0
+    peer.exported.append(namespace)  # number 0
     peer.serve()
 
 

@@ -53,10 +53,10 @@ def become_program(place: Box | TrustedFolder, folder: str, stdio: tuple[int, in
     os.setsid()
     os.chdir(folder)
     for name, value in (
-        (resource.RLIMIT_CPU, limits["cpu"]),
-        (resource.RLIMIT_AS, limits["memory"]),
+        (resource.RLIMIT_CPU, limits["cpu_s"]),
+        (resource.RLIMIT_AS, limits["memory_mb"] << 20),
         (resource.RLIMIT_NOFILE, limits["open_files"]),
-        (resource.RLIMIT_FSIZE, limits["disk"]),
+        (resource.RLIMIT_FSIZE, limits["disk_mb"] << 20),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
@@ -95,6 +95,7 @@ class Case:
 
     def __init__(self, place: Box | TrustedFolder, lifeline: int, stdin: bytes) -> None:
         self.place, self.limits, self.lifeline, self.stdin = place, place.spec["limits"], lifeline, memoryview(stdin)
+        self.most_output = self.limits["output_kb"] << 10
         self.stopped: str | None = None
         self.status: tuple[int, float] | None = None  # wait status, CPU seconds
 
@@ -109,7 +110,7 @@ class Case:
         self.pid, self.in_w, out_r, err_r = start(self.place, folder)
         self.kept = {out_r: bytearray(), err_r: bytearray()}
         try:
-            self.watch(began + self.limits["wall"])
+            self.watch(began + self.limits["wall_s"])
         finally:
             self.end()
         seconds = time.monotonic() - began
@@ -117,7 +118,7 @@ class Case:
             while self.keep(fd):
                 pass
             os.close(fd)
-        out, err = (bytes(self.kept[fd][: self.limits["output"]]) for fd in (out_r, err_r))
+        out, err = (bytes(self.kept[fd][: self.most_output]) for fd in (out_r, err_r))
         return *self.verdict(), out, err, seconds
 
     def watch(self, deadline: float) -> None:
@@ -139,7 +140,7 @@ class Case:
                     self.stopped = "timeout"
                 elif now - looked >= TICK_S:
                     looked = now
-                    if self.place.memory() > self.limits["memory"]:
+                    if self.place.memory() > self.limits["memory_mb"] << 20:
                         self.stopped = "memory"
                 self.reap()
         finally:
@@ -165,7 +166,7 @@ class Case:
         except BlockingIOError:
             return False
         self.kept[fd] += data
-        if len(self.kept[fd]) > self.limits["output"]:
+        if len(self.kept[fd]) > self.most_output:
             self.stopped = self.stopped or "output"
             return False
         return bool(data)
@@ -198,7 +199,7 @@ class Case:
             return self.stopped, None
         assert self.status is not None
         code, cpu_s = os.waitstatus_to_exitcode(self.status[0]), self.status[1]
-        if code == -SIGKILL and cpu_s >= self.limits["cpu"]:
+        if code == -SIGKILL and cpu_s >= self.limits["cpu_s"]:
             return "timeout", None
         return ("signalled", -code) if code < 0 else ("exited", code)
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -37,7 +38,8 @@ from practicum.types import FinishReason, Message, Prompt, PromptGroup, RoutedEx
 
 log = logging.getLogger("practicum.rollout")
 
-OnTokens = Callable[[Trajectory, list[int], list[float]], None]
+_Part = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.bool_], NDArray[np.int32]]
+"""Tokens of a transcript: ids, log-probs, loss mask, weight versions."""
 
 
 class EngineFailed(Exception):
@@ -61,25 +63,16 @@ class Conversations:
             if agent.environment is None
             else Environments(agent.environment, agent.tool_timeout_s)
         )
-        self._max_turn_tokens = agent.max_turn_tokens
+        self.max_turn_tokens = agent.max_turn_tokens
         self._is_partial = is_partial
         self._running: set[_Conversation] = set()
         self._is_closed = False
 
     async def start(self) -> None:
         """Raise `RolloutError` where tools, environment or chat template cannot be used."""
+        self._check_template()
         await self.user_code.start()
-        try:
-            self._check_template()
-        except BaseException:
-            await self.close()
-            raise
         self.template = TurnTemplate(self.tokenizer, self.user_code.schemas)
-
-    @property
-    def tool_schemas(self) -> list[dict[str, Any]]:
-        """The schemas of the tools, as a chat template takes them."""
-        return self.user_code.schemas
 
     @property
     def num_running(self) -> int:
@@ -91,55 +84,44 @@ class Conversations:
             raise RolloutError("the engine has been closed")
         if self.user_code.speaks_first and any(one.samples and not one.is_finished for one in group.trajectories):
             raise RolloutError(
-                f"prompt {group.prompt.id}: a conversation with an environment cannot be gone on with, since what the "
+                f"prompt {group.prompt.id}: a conversation with an environment cannot be continued, since what the "
                 "environment knew is gone. Ask for it anew."
             )
         self.engine.check(group)
 
-    async def generate(
-        self, groups: Sequence[PromptGroup], on_tokens: OnTokens | None = None
-    ) -> AsyncGenerator[list[PromptGroup], None]:
-        """Yield the groups in lists as their conversations end; leaving early aborts the rest.
-
-        `on_tokens` gets every token as it comes, with NaN as the log-prob of tokens that the model did not write.
-        """
+    async def generate(self, groups: Sequence[PromptGroup]) -> AsyncGenerator[list[PromptGroup], None]:
+        """Yield the groups in lists as their conversations end; leaving early aborts the rest."""
         for group in groups:
             self.check(group)
-        ended: asyncio.Queue[asyncio.Task[_Conversation | None]] = asyncio.Queue()
         async with nullcontext() if self._is_partial else self.engine.writing():
             conversations = [
-                _Conversation(self, group, trajectory, on_tokens)
+                _Conversation(self, group, trajectory)
                 for group in groups
                 for trajectory in group.trajectories
                 if not trajectory.is_finished
             ]
-            num_open = dict.fromkeys(groups, 0)
-            for conversation in conversations:
-                num_open[conversation.group] += 1
-            if whole := [group for group, num in num_open.items() if not num]:
-                yield whole
+            num_open = Counter(conversation.group for conversation in conversations)
+            if finished := [group for group in groups if not num_open[group]]:
+                yield finished
             self._running.update(conversations)
             # The first turns in one batch: what an engine reads together is then no matter of chance.
             first = {turn: c.first for c in conversations if (turn := c.begin()) is not None}
             work = [*map(self._run, conversations), self._write_first(first)]
-            tasks: list[asyncio.Task[_Conversation | None]] = [asyncio.create_task(coroutine) for coroutine in work]
+            tasks = [asyncio.create_task(coroutine) for coroutine in work]
+            ended: asyncio.Queue[asyncio.Task[PromptGroup | None]] = asyncio.Queue()
             for task in tasks:
                 task.add_done_callback(ended.put_nowait)
             try:
-                num_tasks = len(tasks)
-                while num_tasks:
+                num_left = len(tasks)
+                while num_left:
                     done = [await ended.get()]
                     while not ended.empty():
                         done.append(ended.get_nowait())
-                    num_tasks -= len(done)
-                    whole = []
-                    for task in done:
-                        if task.exception() is None and (ended_now := task.result()) is not None:
-                            num_open[ended_now.group] -= 1
-                            if not num_open[ended_now.group]:
-                                whole.append(ended_now.group)
-                    if whole:
-                        yield whole
+                    num_left -= len(done)
+                    came = [own for task in done if task.exception() is None and (own := task.result()) is not None]
+                    num_open.subtract(came)
+                    if finished := [group for group in dict.fromkeys(came) if not num_open[group]]:
+                        yield finished
                     for task in done:
                         task.result()
             finally:
@@ -159,19 +141,18 @@ class Conversations:
         self.abort()
         await self.user_code.close()
 
-    async def _write_first(self, turns: dict[EngineSequence, asyncio.Future[Sample]]) -> _Conversation | None:
+    async def _write_first(self, turns: dict[EngineSequence, asyncio.Future[Sample]]) -> None:
         """Have the first turns written. A failure of the engine is raised here; who waits for them is cancelled."""
         async with aclosing(self.engine.written(list(turns))) as written:
             async for some in written:
                 for turn, sample in some:
                     turns[turn].set_result(sample)
-        return None
 
-    async def _run(self, conversation: _Conversation) -> _Conversation | None:
+    async def _run(self, conversation: _Conversation) -> PromptGroup:
         prompt_id = conversation.group.prompt.id
         try:
             conversation.end(await conversation.run())
-            return conversation
+            return conversation.group
         except EngineFailed as failure:
             assert isinstance(failure.__cause__, Exception)
             raise failure.__cause__ from None
@@ -184,10 +165,6 @@ class Conversations:
             raise ConversationError(what) from error
         finally:
             self._running.discard(conversation)
-
-    def turn_tokens(self, room: int) -> int:
-        """Return how many tokens a turn may have where the conversation has room for so many."""
-        return room if self._max_turn_tokens is None else min(room, self._max_turn_tokens)
 
     def _check_template(self) -> None:
         """Refuse a chat template that cannot hold the turns. Prompts of plain text need none."""
@@ -202,20 +179,13 @@ class Conversations:
 class _Conversation:
     """One conversation, which becomes the sample of one trajectory."""
 
-    def __init__(
-        self,
-        conversations: Conversations,
-        group: PromptGroup,
-        trajectory: Trajectory,
-        on_tokens: OnTokens | None,
-    ) -> None:
+    def __init__(self, conversations: Conversations, group: PromptGroup, trajectory: Trajectory) -> None:
         self.group = group
         self.trajectory = trajectory
         self._of = conversations
         self._engine = conversations.engine
         self._tokenizer = conversations.tokenizer
         self._interaction = conversations.user_code.interaction()
-        self._on_tokens = on_tokens
         # All turns of all answers to a prompt begin with the same tokens: one engine has them at hand.
         self._session = group.session or f"{group.prompt.id}#{group.seed:x}"
         self._transcript = Transcript(group.prompt, group.prompt_ids)
@@ -264,7 +234,6 @@ class _Conversation:
             if is_last or len(between) >= self._room:
                 return self._ended(turn, "length")
             self._transcript.add_said(between)
-            self._listen(between.tolist(), [float("nan")] * len(between))
             turn = await self._write(None)
         return self._ended(None, "abort")
 
@@ -307,6 +276,7 @@ class _Conversation:
             self._turn = None
 
     def _next_turn(self, begun: Sample | None) -> EngineSequence:
+        most = self._room if self._of.max_turn_tokens is None else min(self._room, self._of.max_turn_tokens)
         seed, number, num_turns = self.group.seed, self.trajectory.number, self._transcript.num_turns
         if num_turns:  # the first turn has the seed of an answer without turns
             seed = int(np.random.SeedSequence([seed, number, num_turns]).generate_state(1, np.uint64)[0])
@@ -314,12 +284,11 @@ class _Conversation:
         return EngineSequence(
             self.group.prompt,
             self._transcript.all_ids,
-            replace(self._params, max_new_tokens=self._of.turn_tokens(self._room)),
+            replace(self._params, max_new_tokens=most),
             seed,
             number,
             written=begun,
             session=self._session,
-            on_tokens=None if self._on_tokens is None else self._listen,
         )
 
     @property
@@ -327,10 +296,6 @@ class _Conversation:
         """The tokens that are left. What an environment says first is part of the prompt, and counts too."""
         said_first = len(self._transcript.prompt_ids) - len(self.group.prompt_ids)
         return self._params.max_new_tokens - said_first - self._transcript.num_tokens
-
-    def _listen(self, token_ids: list[int], log_probs: list[float]) -> None:
-        if self._on_tokens is not None:
-            self._on_tokens(self.trajectory, token_ids, log_probs)
 
     def _between(self, turn: Sample, said: Sequence[ChatMessage]) -> NDArray[np.int32]:
         template = self._of.template
@@ -369,16 +334,16 @@ class Transcript:
         self.num_turns = 0
         self.num_tokens = 0
         """The number of tokens after the prompt."""
-        self._ids: list[NDArray[np.int32]] = []
-        self._log_probs: list[NDArray[np.float32]] = []
-        self._mask: list[NDArray[np.bool_]] = []
-        self._versions: list[NDArray[np.int32]] = []
+        empty = np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.bool_), np.empty(0, np.int32)
+        self._parts: list[_Part] = [empty]
         self._routes: RoutedExperts | None = None
 
     @property
     def all_ids(self) -> NDArray[np.int32]:
         """The tokens that the engine is given for the next turn."""
-        return np.concatenate([self.prompt_ids, *self._ids]) if self._ids else self.prompt_ids  # shared by its answers
+        if not self.num_tokens:
+            return self.prompt_ids  # shared by its answers
+        return np.concatenate([self.prompt_ids, *(ids for ids, *_ in self._parts)])
 
     def add_turn(self, turn: Sample) -> None:
         """Append what the model wrote, as it wrote it."""
@@ -397,22 +362,22 @@ class Transcript:
     def sample(self, text: str, reason: FinishReason, metadata: dict[str, Any] | None = None) -> Sample:
         """Return all of it; `metadata` is added to that of the prompt."""
         prompt = replace(self.prompt, metadata={**self.prompt.metadata, **metadata}) if metadata else self.prompt
+        token_ids, log_probs, loss_mask, versions = map(np.concatenate, zip(*self._parts, strict=True))
         return Sample(
             prompt=prompt,
             prompt_ids=self.prompt_ids,
-            token_ids=np.concatenate([np.empty(0, np.int32), *self._ids]),
-            log_probs=np.concatenate([np.empty(0, np.float32), *self._log_probs]),
-            loss_mask=np.concatenate([np.empty(0, np.bool_), *self._mask]),
-            versions=np.concatenate([np.empty(0, np.int32), *self._versions]),
+            token_ids=token_ids,
+            log_probs=log_probs,
+            loss_mask=loss_mask,
+            versions=versions,
             text=text,
             finish_reason=reason,
             routes=None if self._routes is None else self._routes.padded(len(self.prompt_ids) + self.num_tokens),
         )
 
-    def _add(self, *arrays: NDArray[Any]) -> None:
-        for kept, array in zip((self._ids, self._log_probs, self._mask, self._versions), arrays, strict=True):
-            kept.append(array)  # type: ignore[attr-defined]
-        self.num_tokens += len(arrays[0])
+    def _add(self, *part: *_Part) -> None:
+        self._parts.append(part)
+        self.num_tokens += len(part[0])
 
     @classmethod
     def of(cls, sample: Sample) -> tuple[Transcript, Sample | None]:

@@ -73,11 +73,10 @@ class UserCode(ABC):
         """Raise `RolloutError` where the user's code cannot be used."""
         try:
             await self._start()
-        except (ProcessError, JobFailed) as error:
+        except BaseException as error:
             await self.close()
-            raise RolloutError(f"{self.complaint}: {error}") from error
-        except BaseException:
-            await self.close()
+            if isinstance(error, ProcessError | JobFailed):
+                raise RolloutError(f"{self.complaint}: {error}") from error
             raise
 
     async def close(self) -> None:

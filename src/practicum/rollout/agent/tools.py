@@ -335,7 +335,7 @@ class _ToolInteraction(Interaction):
 
 
 def describe_tools(specs: Sequence[str]) -> list[ToolDescription]:
-    """Return what tools look like, for whoever writes prompts. Their files are imported in a process that ends then."""
+    """Return the descriptions of tools, for those who write prompts. A process that ends then imports their files."""
 
     async def ask() -> list[ToolDescription]:
         tools = Tools(specs, timeout_s=DESCRIBE_S, num_processes=1)

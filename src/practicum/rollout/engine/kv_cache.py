@@ -42,17 +42,18 @@ class Decode:
     tables: Tensor  # [rows, blocks], the blocks of each row, those of its next token too
     positions: Tensor  # [rows], where the token stands
     places: Tensor  # [rows], where it is kept
+    longest: int  # tokens that the longest row then holds
     _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tables: Tensor, positions: Tensor) -> Decode:
+    def of(cls, tables: Tensor, positions: Tensor, longest: int) -> Decode:
         own = tables.gather(1, (positions // BLOCK)[:, None])[:, 0]
-        return cls(tables, positions, own * BLOCK + positions % BLOCK)
+        return cls(tables, positions, own * BLOCK + positions % BLOCK, longest)
 
     def mask(self, window: int | None) -> Tensor | None:
-        """[rows, 1, 1, tokens], added to the scores; None where all rows are full."""
+        """Return what is added to the scores [rows, 1, 1, tokens]; None where all rows are full."""
         if window not in self._masks:
-            columns = torch.arange(self.tables.shape[1] * BLOCK, device=self.positions.device)[None]
+            columns = torch.arange(self.longest, device=self.positions.device)[None]
             hidden = columns > self.positions[:, None]
             if window is not None:
                 hidden |= columns <= self.positions[:, None] - window
@@ -62,7 +63,7 @@ class Decode:
 
 
 class KVCache:
-    """As far as transformers' models ask for one of their caches. `step` is set before each forward pass."""
+    """What transformers' models need of a cache. `step` is set before each forward pass."""
 
     is_compileable = False
     is_sliding: Sequence[bool] = ()
@@ -78,19 +79,19 @@ class KVCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """Over all layers. Known once something was kept."""
+        """The size of keys and values in all layers; known once something was kept."""
         return sum(
             part.element_size() * part.shape[1] * part.shape[3] for pair in self._layers.values() for part in pair
         )
 
     def copy(self, blocks: Sequence[int], to: Sequence[int]) -> None:
-        """Have the second blocks hold what the first do."""
+        """Copy what the first blocks hold to the second."""
         for pair in self._layers.values():
             for part in pair:
                 part[list(to)] = part[list(blocks)]
 
     def kept(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Its keys and values, [1 + blocks, heads, BLOCK, width] each."""
+        """Return the keys and values of a layer, [1 + blocks, heads, BLOCK, width] each."""
         return self._layers[layer]
 
     def clear(self) -> None:
@@ -115,7 +116,7 @@ class KVCache:
                 part[step.places // BLOCK, :, step.places % BLOCK] = rows
         if isinstance(step, Prefill):
             return key, value
-        return (_gathered(kept[0], step.tables), _gathered(kept[1], step.tables)) if self.gathers else kept
+        return (_gathered(kept[0], step), _gathered(kept[1], step)) if self.gathers else kept
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -154,7 +155,7 @@ class KVCache:
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """[batch, tokens, heads, width] from a query [batch, heads, tokens, width]."""
+        """Return the attention [batch, tokens, heads, width] of a query [batch, heads, tokens, width]."""
         if softcap is not None or s_aux is not None:
             raise NotImplementedError("attention with capped scores or with sinks")
         self.windows.add(sliding_window)
@@ -171,14 +172,15 @@ class KVCache:
         return out.transpose(1, 2), None
 
 
-def _gathered(kept: Tensor, tables: Tensor) -> Tensor:
-    """What the blocks of each row hold, [rows, heads, tokens, width]."""
+def _gathered(kept: Tensor, step: Decode) -> Tensor:
+    """Return what the blocks of each row hold, [rows, heads, tokens, width]: no more tokens than the longest row has,
+    since in bfloat16 their number changes how sums are rounded."""
     heads = torch.arange(kept.shape[1], device=kept.device)[None, :, None]
-    return kept[tables[:, None], heads].flatten(2, 3)
+    return kept[step.tables[:, None], heads].flatten(2, 3)[:, :, : step.longest]
 
 
 def _decoded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """One token a row. Heads that share keys are so many queries to them: nothing is repeated."""
+    """Attend with one token a row. Heads that share keys are so many queries to them: nothing is repeated."""
     rows, heads, _, width = query.shape
     grouped = query.view(rows, key.shape[1], heads // key.shape[1], width)
     if query.device.type == "cpu" and query.dtype == torch.float32:
@@ -190,7 +192,7 @@ def _decoded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sca
 
 
 def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """As products of many small matrices: with few queries, faster on several cores than PyTorch's fused kernel."""
+    """Attend by products of many small matrices: faster for few queries on several cores than PyTorch's kernel."""
     scores = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)).mul_(scaling)
     if mask is not None:
         scores.unflatten(0, query.shape[:2]).add_(mask)
@@ -200,7 +202,7 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
 def _each_by_itself(
     query: Tensor, key: Tensor, value: Tensor, step: Prefill, window: int | None, scaling: float | None
 ) -> Tensor:
-    """Sequences of one length that stand side by side are computed together."""
+    """Attend within each sequence; adjacent ones of one length are computed together."""
     parts: list[Tensor] = []
     for length, same in groupby(step.spans(), key=lambda span: span[1]):
         spans = list(same)

@@ -86,7 +86,7 @@ class LocalRollout(BaseRollout):
     async def close(self) -> None:
         """Give all memory back. What is under way fails."""
         if not self._is_closed:
-            shut = self._call(self._shut)
+            shut = self._call(partial(self._shut, list(self._under_way)))
             self._is_closed, self._is_awake = True, False
             await shut
             self._commands.put(None)
@@ -95,26 +95,17 @@ class LocalRollout(BaseRollout):
         """Run it in the engine's thread, between two steps."""
         if self._is_closed:
             raise RolloutError("the engine has been closed")
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[T] = loop.create_future()
-
-        def resolve(value: T | None, error: BaseException | None) -> None:
-            if result.done():
-                return
-            if error is not None:
-                result.set_exception(error)
-            else:
-                result.set_result(value)  # type: ignore[arg-type]
+        result: Future[T] = Future()
+        result.set_running_or_notify_cancel()  # it is done even if nobody waits for it any more
 
         def command() -> None:
             try:
-                outcome = function(), None
+                result.set_result(function())
             except BaseException as error:
-                outcome = None, error  # type: ignore[assignment]
-            _call_soon(loop, resolve, *outcome)
+                result.set_exception(error)
 
         self._commands.put(command)
-        return result
+        return asyncio.wrap_future(result)
 
     # In the engine's thread
 
@@ -126,7 +117,7 @@ class LocalRollout(BaseRollout):
             self._poll()
             try:
                 self._step()
-            except Exception as error:  # whatever a model may raise: who waits hears of it, and the engine lives on
+            except Exception as error:  # of any kind: it fails what was begun, and the engine lives on
                 self._fail(self._reset(), error)
             self._deliver()
 
@@ -158,14 +149,14 @@ class LocalRollout(BaseRollout):
         assert not self._has_work, "update_weights while answers are written"
         self.model.load_weights(update)
 
-    def _shut(self) -> None:
-        self._fail([*self._reset(), *self._remove(self._waiting)], RolloutError("the engine has been closed"))
+    def _shut(self, under_way: list[Sequence]) -> None:
+        self._fail([*self._reset(), *self._remove(under_way)], RolloutError("the engine has been closed"))
         self.model.close()
         self._deliver()
 
     @abstractmethod
     def _add(self, sequences: list[Sequence]) -> None:
-        """They wait to be begun."""
+        """Queue sequences that are to be begun."""
 
     @abstractmethod
     def _remove(self, sequences: Iterable[Sequence]) -> list[Sequence]:
@@ -183,10 +174,6 @@ class LocalRollout(BaseRollout):
     @abstractmethod
     def _has_work(self) -> bool: ...
 
-    @property
-    @abstractmethod
-    def _waiting(self) -> list[Sequence]: ...
-
     def _push(self, sequence: Sequence, token: int, log_prob: float) -> bool:
         """Append a token; return whether the answer ends with it."""
         ends = sequence.push(token, log_prob) is not None
@@ -196,6 +183,8 @@ class LocalRollout(BaseRollout):
 
     def _finish(self, sequences: Iterable[Sequence], reason: FinishReason | None = None) -> None:
         shape = self.model.router_shape
+        if shape is not None and (sequences := list(sequences)):
+            self.model.gather_routes()
         for sequence in sequences:
             routes = None if shape is None else sequence.routed_experts(shape)
             sample = sequence.to_sample(self.model.tokenizer, self.model.version, reason, routes)
@@ -206,7 +195,7 @@ class LocalRollout(BaseRollout):
         self._results += [(sequence, sequence.done, error) for sequence in sequences]
 
     def _deliver(self) -> None:
-        """Let the event loop know what there is."""
+        """Send results to the event loop."""
         if not self._results:
             return
         results, self._results = self._results, []
@@ -222,7 +211,7 @@ def _run(
     open_model: Callable[[], EngineModel],
     opened: Future[EngineModel],
 ) -> None:
-    """The engine's thread. It holds no reference to the engine while there is nothing to do."""
+    """Run the engine's thread. It holds no reference to the engine while there is nothing to do."""
     try:
         opened.set_result(open_model())
     except BaseException as error:
@@ -249,7 +238,7 @@ def _resolve(results: list[_Result]) -> None:
             assert sequence.on_tokens is not None
             try:
                 sequence.on_tokens(*result)
-            except Exception as error:  # the caller's own: it ends what the caller waits for, and nobody else's
+            except Exception as error:  # the caller's own: it fails this sequence alone
                 done.set_exception(error)
 
 
@@ -258,4 +247,4 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *
         loop.call_soon_threadsafe(function, *args)
     except RuntimeError:
         if not loop.is_closed():
-            raise  # otherwise nobody waits any more
+            raise  # otherwise no caller is left

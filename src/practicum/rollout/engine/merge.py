@@ -39,11 +39,11 @@ class AdapterMerger:
 
     @property
     def num_bytes(self) -> int:
-        """What is kept."""
+        """The size of the weights that are kept."""
         return sum(parameter.nbytes for layer in self._base.values() for parameter in layer.parameters())
 
     def merged(self, update: WeightUpdate) -> WeightUpdate:
-        """The weights that the adapters change."""
+        """Return an update with the weights that the adapters change."""
         return replace(update, tensors=self._merged(update.tensors), shared=False)
 
     def _merged(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -53,7 +53,7 @@ class AdapterMerger:
 
 
 def _shorten(layer: nn.Module) -> None:
-    """To half the memory, where its file has it so and nothing is lost."""
+    """Keep the weight in half the memory, where its file has it so and nothing is lost."""
     weight = layer.get_parameter("weight").requires_grad_(False)
     short = weight.to(torch.bfloat16)
     if torch.equal(short.float(), weight):

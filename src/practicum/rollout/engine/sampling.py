@@ -13,7 +13,7 @@ from practicum.types import SamplingParams
 
 
 def draw(logits: Tensor, uniform: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """One token for each row of logits [rows, vocabulary], and its log-prob before top-k and top-p."""
+    """Return a token for each row of logits [rows, vocabulary], and its log-prob before top-k and top-p."""
     scaled = logits.float()
     if params.temperature > 0:
         scaled = scaled / params.temperature
@@ -34,7 +34,7 @@ def draw(logits: Tensor, uniform: Tensor, params: SamplingParams) -> tuple[Tenso
 
 
 def draw_each(logits: Tensor, uniform: Tensor, params: Sequence[SamplingParams]) -> tuple[list[int], list[float]]:
-    """Rows with the same way of drawing are drawn together."""
+    """Return the tokens and log-probs of rows with parameters of their own; equal ones are drawn together."""
     ways = [(one.temperature, one.top_p, one.top_k) for one in params]
     tokens, log_probs = [0] * len(ways), [0.0] * len(ways)
     order = range(len(ways)) if len(set(ways)) == 1 else sorted(range(len(ways)), key=ways.__getitem__)
@@ -49,7 +49,7 @@ def draw_each(logits: Tensor, uniform: Tensor, params: Sequence[SamplingParams])
 
 
 def _filtered(log_probs: Tensor, params: SamplingParams) -> Tensor:
-    """Log-probs with the tokens that top-k and top-p rule out at minus infinity; not normalised again."""
+    """Return log-probs, minus infinity for what top-k and top-p rule out; they are not normalised again."""
     if 0 < params.top_k < log_probs.shape[-1]:
         smallest = log_probs.topk(params.top_k, dim=-1).values[:, -1:]
         log_probs = log_probs.masked_fill(log_probs < smallest, float("-inf"))

@@ -5,7 +5,7 @@
               └─────────── preempt: no block is free ◀──────┘ grow: one more token each
 
 A block has room for `block_size` tokens. Answers to one prompt share the blocks that the prompt fills; what it begins
-of one more block is copied for each. Block 0 belongs to nobody: what only fills up a batch may write there. Where
+of one more block is copied for each. Block 0 belongs to no sequence: the padding of a batch is written there. Where
 blocks run out, the youngest sequence gives its own back and is read again later, before anything that is new.
 
 Slots and blocks that were given back may be taken at once: a device does what it is asked to in order.
@@ -14,7 +14,7 @@ Slots and blocks that were given back may be taken at once: a device does what i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 from practicum.rollout.engine.sequence import Sequence
 
@@ -91,8 +91,8 @@ class Scheduler:
         return groups
 
     def grow(self, sequences: Iterable[Sequence]) -> list[Sequence] | None:
-        """Have room for one more token of each; return those that got blocks. None, and nothing changed, if there are
-        not enough."""
+        """Make room for one more token of each; return those that got blocks. Where there are not enough, return None
+        and change nothing."""
         size = self.block_size
         wanted = [one for one in sequences if one.num_tokens + one.num_launched > len(one.blocks) * size]
         if len(wanted) > self.num_free_blocks:
@@ -126,20 +126,6 @@ class Scheduler:
             self.waiting = deque(sequence for sequence in self.waiting if sequence not in gone)
         return ended
 
-    def check(self) -> None:
-        """Assert that every block and slot belongs to those that hold it and nobody else."""
-        held: dict[int, int] = {}
-        for sequence in self.running:
-            assert len(set(sequence.blocks)) == len(sequence.blocks)
-            for block in sequence.blocks:
-                held[block] = held.get(block, 0) + 1
-        free = set(self._free_blocks)
-        assert len(free) == len(self._free_blocks) and not free & held.keys() and 0 not in free | held.keys()
-        assert len(free) + len(held) == self.num_blocks
-        assert all(self._num_holders[block] == num for block, num in held.items())
-        slots = [sequence.slot for sequence in self.running] + self._free_slots
-        assert sorted(slots) == list(range(self._max_batch))
-
     def _take(self, num: int) -> list[int]:
         assert num <= len(self._free_blocks), "more blocks than there are"
         taken = [self._free_blocks.pop() for _ in range(num)]
@@ -155,8 +141,3 @@ class Scheduler:
             if not self._num_holders[block]:
                 self._free_blocks.append(block)
         sequence.slot, sequence.blocks = -1, []
-
-
-def in_order(groups: Iterable[Iterable[Sequence]]) -> Iterator[Sequence]:
-    """The sequences of all groups, one after the other."""
-    return (sequence for group in groups for sequence in group)

@@ -37,7 +37,7 @@ class Sequence:
 
     __slots__ = (
         "_ending", "_uniforms", "blocks", "done", "finish_reason", "is_aborted", "is_paused", "log_probs", "max_tokens",
-        "num_launched", "num_routed", "num_tokens", "number", "on_tokens", "params", "prompt", "prompt_ids", "routes",
+        "num_launched", "num_tokens", "num_written", "number", "on_tokens", "params", "prompt", "prompt_ids", "routes",
         "seed", "session", "slot", "token_ids", "written",
     )  # fmt: skip
 
@@ -62,8 +62,8 @@ class Sequence:
         self.on_tokens = on_tokens
         self.max_tokens = len(prompt_ids) + params.max_new_tokens  # of prompt and answer
         self.done: asyncio.Future[Sample]  # made when it is submitted; the engine sets its result
-        self.is_aborted = False  # by whoever asked for it: nothing goes on with it
-        self.is_paused = False  # aborted for the time in which somebody has the engine exclusively
+        self.is_aborted = False  # by request: it is not continued
+        self.is_paused = False  # aborted while a caller has the engine exclusively, and continued after that
         self._ending: Ending | None = None
         self._uniforms: list[float] | None = None
         self.continue_from(written)
@@ -75,7 +75,7 @@ class Sequence:
         trajectory: Trajectory,
         on_tokens: Callable[[list[int], list[float]], None] | None = None,
     ) -> Sequence:
-        """The answer that a trajectory waits for: a new one, or what goes on with its aborted sample."""
+        """Return the answer that a trajectory lacks: a new one, or what continues its aborted sample."""
         written = trajectory.samples[-1] if trajectory.samples and not trajectory.is_finished else None
         return cls(
             group.prompt,
@@ -89,25 +89,25 @@ class Sequence:
         )
 
     def continue_from(self, written: Sample | None) -> None:
-        """Become the sequence that goes on with a sample of this answer; it can be submitted again."""
+        """Begin again after a sample of this answer, or anew; the sequence can then be submitted again."""
         self.written = written
+        self.num_written = 0 if written is None else len(written.token_ids)
         self.token_ids: list[int] = []  # those that come after `written`, as do the log-probs
         self.log_probs: list[float] = []
-        self.routes: list[NDArray[np.unsignedinteger[Any]]] = []  # [tokens, layers, k] each, from the first token on
+        self.routes: list[NDArray[np.unsignedinteger[Any]]] = []  # [tokens, layers, k], ascending, from the start
         self.num_tokens = len(self.prompt_ids) + self.num_written  # of prompt and answer so far
         self.finish_reason: FinishReason | None = None
         # The scheduler's and the model runner's:
         self.blocks: list[int] = []  # of keys and values
         self.slot = -1  # of its own among those running
         self.num_launched = 0  # tokens that the device was asked for and the host has not read
-        self.num_routed = 0  # tokens whose routes are known
 
     # What is read before the next token
 
     @property
-    def num_written(self) -> int:
-        """The number of tokens of the answer when it was submitted."""
-        return 0 if self.written is None else len(self.written.token_ids)
+    def num_routed(self) -> int:
+        """The number of tokens whose routes are known."""
+        return sum(map(len, self.routes))
 
     @property
     def ids(self) -> NDArray[np.int32]:
@@ -132,7 +132,7 @@ class Sequence:
     # Growing and ending
 
     def begin(self, eos_ids: Iterable[int], tokenizer: Any) -> None:
-        """Tell it the model's end-of-text tokens; the tokenizer reads the text, where that can end the answer."""
+        """Set the model's end-of-text tokens, and the tokenizer that reads the text where that can end the answer."""
         self._ending = Ending(self.params, eos_ids, tokenizer)
 
     def push(self, token: int, log_prob: float) -> FinishReason | None:
@@ -188,7 +188,6 @@ class Sequence:
             return None
         num_tokens = self.num_tokens
         experts = np.concatenate(self.routes)
-        experts.sort(axis=-1)
         known = np.ones(num_tokens, np.bool_)
         known[len(experts) :] = False
         blank = np.zeros((num_tokens - len(experts), *experts.shape[1:]), experts.dtype)
@@ -196,7 +195,7 @@ class Sequence:
 
 
 class Ending:
-    """When answers with certain parameters end."""
+    """The rule by which answers with certain parameters end."""
 
     def __init__(self, params: SamplingParams, eos_ids: Iterable[int], tokenizer: Any) -> None:
         self._stop_ids = frozenset({*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)})
@@ -204,11 +203,6 @@ class Ending:
         self._tokenizer = tokenizer
         # A stop text spans at most so many tokens: each is at least a byte, but for special ones, which have no text.
         self._span = max((len(text.encode()) for text in params.stop), default=0) + 8
-
-    @property
-    def reads_text(self) -> bool:
-        """Whether the answer so far must be known, and not only its last token and length."""
-        return bool(self._params.stop)
 
     def of(self, token: int, length: int, recent: Items[int] | NDArray[np.int32] = ()) -> FinishReason | None:
         """Return why the answer ends with `token`, its number `length`, or None; `recent` are its last tokens, where

@@ -195,16 +195,14 @@ async def _model_entry(client: Transport, server: str, model: str | None) -> Map
         if failure.status not in (404, 405) or model is None:
             raise
         return {"id": model}
-    entries = (listed or {}).get("data") or []
+    entries: list[Mapping[str, Any]] = (listed or {}).get("data") or []
     if model is None:
         if not entries:
             raise RolloutError(f"server {server} lists no model: name one with rollout.openai.model.")
-        first: Mapping[str, Any] = entries[0]
-        return first
+        return entries[0]
     for entry in entries:
         if entry.get("id") == model:
-            found: Mapping[str, Any] = entry
-            return found
+            return entry
     known = ", ".join(str(entry.get("id")) for entry in entries) or "none"
     raise RolloutError(f"server {server} does not serve rollout.openai.model={model!r}; it lists: {known}.")
 
@@ -226,11 +224,10 @@ class _Probes:
     ) -> Mapping[str, Any]:
         body = self._body | {"prompt": prompt, "temperature": temperature, "top_p": top_p} | more
         answer = await self._client.call(self.server, "POST", "/v1/completions", body, _PROBE_S)
-        choices = answer.get("choices") if isinstance(answer, Mapping) else None
+        choices: list[Mapping[str, Any]] | None = answer.get("choices") if isinstance(answer, Mapping) else None
         if not choices:
             raise RolloutError(f"server {self.server} answered /v1/completions without choices.")
-        choice: Mapping[str, Any] = choices[0]
-        return choice
+        return choices[0]
 
     async def largest(self, prompt: list[int], temperature: float = 1.0, top_p: float = 1.0) -> float | None:
         """Return the log-prob of the likeliest token; None where the server does not tell."""

@@ -49,9 +49,8 @@ class CompletionsClient:
     def __init__(self, *, api_key: str | None = None, timeout_s: float = 300.0) -> None:
         self.timeout_s = timeout_s
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._session: aiohttp.ClientSession | None = (
-            None  # connections live on one event loop, that which it was made on
-        )
+        # Connections live on one event loop: that which the session was made on.
+        self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def call(

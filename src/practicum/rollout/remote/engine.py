@@ -32,7 +32,7 @@ from practicum.rollout.base import BaseRollout
 from practicum.rollout.engine.sequence import Request, Sequence, check_length
 from practicum.rollout.remote.capabilities import Capabilities, TokenReader, extras, has_filters, probe_filters
 from practicum.rollout.remote.client import ServerFailure, Transport, chosen_log_probs
-from practicum.types import FinishReason, RoutedExperts, Sample
+from practicum.types import FinishReason, RoutedExperts
 from practicum.weights import WeightUpdate
 from practicum.weights.disk import VersionFolders
 
@@ -46,7 +46,6 @@ class Answer:
     """A sequence that the engine has."""
 
     sequence: Sequence
-    done: asyncio.Future[Sample]
     versions: list[int | None] = field(default_factory=list)
     """The version of each token; None where the server has not said yet."""
     is_over: bool = False
@@ -103,8 +102,8 @@ class RemoteRollout(BaseRollout):
     async def _load(self, folder: str, version: int) -> None:
         """Have the weights or adapters in a folder loaded."""
 
-    async def _after_failure(self) -> None:
-        """Do what is to be done before a server is asked again."""
+    async def _refresh(self) -> None:
+        """Find out which servers are healthy, before one is asked again."""
 
     def _expects(self, version: int) -> bool:
         """Return whether an answer may come from these weights."""
@@ -131,7 +130,7 @@ class RemoteRollout(BaseRollout):
         requests: list[list[Answer]] = []
         for sequence in sequences:
             sequence.begin(self.eos_ids, self._tokenizer)
-            answer = Answer(sequence, sequence.done)
+            answer = Answer(sequence)
             if requests and self._follows(requests[-1][-1].sequence, sequence):
                 requests[-1].append(answer)
             else:
@@ -140,15 +139,15 @@ class RemoteRollout(BaseRollout):
         self._admit()
 
     def abort_submitted(self, sequences: list[Sequence]) -> None:
-        aborted = {sequence.done for sequence in sequences}
+        aborted = set(sequences)
         for request in list(self._waiting):
-            for answer in [answer for answer in request if answer.done in aborted]:
+            for answer in [answer for answer in request if answer.sequence in aborted]:
                 request.remove(answer)
                 self._finish(answer, "abort")
             if not request:
                 self._waiting.remove(request)
-        under_way = [answer for answer in self._tasks if answer.done in aborted]
-        others = {task for answer, task in self._tasks.items() if answer.done not in aborted}
+        under_way = [answer for answer in self._tasks if answer.sequence in aborted]
+        others = {task for answer, task in self._tasks.items() if answer.sequence not in aborted}
         for answer in under_way:
             if self._tasks[answer] in others:
                 self._finish(answer, "abort")  # the server goes on with the others of its request
@@ -164,6 +163,7 @@ class RemoteRollout(BaseRollout):
         return await asyncio.gather(*map(self._score, sequences))
 
     async def update_weights(self, update: WeightUpdate) -> None:
+        assert self._is_awake, "update_weights before resume"
         with tempfile.TemporaryDirectory(prefix="practicum-model-", dir=self._exchange_dir) as folder:
 
             def write(place: Path) -> None:
@@ -222,12 +222,13 @@ class RemoteRollout(BaseRollout):
         error: Exception | None = None,
     ) -> None:
         self._tasks.pop(answer, None)
-        if not answer.done.done():
+        done = answer.sequence.done
+        if not done.done():
             if error is not None:
-                answer.done.set_exception(error)
+                done.set_exception(error)
             else:
                 versions = [self._version if version is None else version for version in answer.versions]
-                answer.done.set_result(answer.sequence.to_sample(self._tokenizer, versions, reason, routes))
+                done.set_result(answer.sequence.to_sample(self._tokenizer, versions, reason, routes))
         self._admit()
 
     def _fail(self, error: Exception) -> None:
@@ -241,7 +242,7 @@ class RemoteRollout(BaseRollout):
 
     async def _work(self, request: list[Answer]) -> None:
         params = request[0].sequence.params
-        if has_filters(params) and self._known.is_filtered is None:  # nobody pays for finding out before
+        if has_filters(params) and self._known.is_filtered is None:  # found out only where it is needed
             if self._probing is None or self._probing.done():
                 asking = probe_filters(self._client, self._address(), self._known, self._tokenizer)
                 self._probing = asyncio.get_running_loop().create_task(asking)
@@ -261,7 +262,7 @@ class RemoteRollout(BaseRollout):
                 raise
             for answer in rest:
                 answer.restart()
-            await self._after_failure()
+            await self._refresh()
             await asyncio.sleep(_PAUSE_S * 2**attempt)
             try:
                 async with asyncio.TaskGroup() as tasks:  # one by one: what has arrived need not be written again

@@ -42,7 +42,7 @@ _PATHS = ("/v1/completions", "/v1/chat/completions", "/classify", "/update_weigh
 _OPEN_TO_ALL = ("/health", "/metrics")
 _EVERYWHERE = ("0.0.0.0", "::")
 _MAX_BODY_BYTES = 64 * 1024 * 1024
-_SLEEP_S = 600.0  # for whoever asks over HTTP: longer than answers take
+_SLEEP_S = 600.0  # over HTTP: longer than answers take
 
 
 class ModelServer:
@@ -75,7 +75,7 @@ class ModelServer:
             web.get("/v1/models/{name:.+}", self._one_model),
             web.get("/metrics", self._metrics),
         ])  # fmt: skip
-        # A handler is cancelled when its client goes away, so that nothing is computed for nobody.
+        # A handler is cancelled when its client goes away, and what it computes with it.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         self._site: web.TCPSite | None = None
 
@@ -105,7 +105,7 @@ class ModelServer:
         await self._to_its_end(self._awaken(timeout_s))
 
     async def close(self, finish_s: float = 0.0) -> None:
-        """Let nobody in any more, and give requests under way so long to be answered. Closing twice does nothing."""
+        """Refuse new requests, and give those under way so long to be answered. Closing twice does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -232,7 +232,7 @@ class ModelServer:
         except web.HTTPException as error:
             response = http_error_response(request, error)
         except (asyncio.CancelledError, ConnectionError):
-            self._service.metrics.abandoned()
+            self._service.metrics.num_abandoned.inc()
             raise
         except Exception as error:  # whatever a model may raise: the client reads it, and the server lives on
             log.exception("%s %s failed", request.method, request.path)

@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from practicum.models import load_classifier, load_tokenizer
 from practicum.rollout.engine.sleep import SleepingWeights
 from practicum.rollout.schemas import ClassifyRequest, Usage
 from practicum.rollout.server.encoder import Encoder, Ids, Limit
-from practicum.rollout.server.service import Handler, Service
+from practicum.rollout.server.service import Service
 
 T = TypeVar("T")
 
@@ -181,22 +181,16 @@ class ClassificationService(Service):
         self, name: str, classifier: Classifier, max_batch_tokens: int, names: frozenset[str] | None = None
     ) -> None:
         super().__init__(name, classifier.encoder, classifier.limit, names)
+        self.handlers = {"/classify": self._classify}
         self._classifier = classifier
+        self.num_weight_bytes = classifier.weights.num_bytes
         self._batcher = batcher = Batcher(classifier.scores, max_batch_tokens)
         self.metrics.watch("waiting", "Inputs whose turn has not come.", lambda: batcher.num_waiting)
         self.metrics.watch("running", "Inputs that are being scored.", lambda: batcher.num_running)
 
     @property
-    def handlers(self) -> Mapping[str, Handler]:
-        return {"/classify": self._classify}
-
-    @property
     def is_awake(self) -> bool:
         return self._classifier.weights.is_awake
-
-    @property
-    def num_weight_bytes(self) -> int:
-        return self._classifier.weights.num_bytes
 
     async def sleep(self, timeout_s: float) -> None:
         await asyncio.wait_for(self._batcher.run(self._classifier.weights.sleep), timeout_s)
@@ -224,7 +218,7 @@ class ClassificationService(Service):
         return body, inputs
 
     def _reply(self, body: ClassifyRequest, scores: Sequence[float], num_tokens: int) -> dict[str, Any]:
-        probs = [_sigmoid(score) for score in scores] if body.use_activation else scores
+        probs = torch.tensor(scores, dtype=torch.float64).sigmoid().tolist() if body.use_activation else scores
         return {
             "id": f"classify-{uuid.uuid4().hex}",
             "object": "list",
@@ -236,10 +230,3 @@ class ClassificationService(Service):
             ],
             "usage": dict(Usage.of(num_tokens)),
         }
-
-
-def _sigmoid(score: float) -> float:
-    """Compute it without overflow on either side."""
-    if score >= 0:
-        return 1.0 / (1.0 + math.exp(-score))
-    return math.exp(score) / (1.0 + math.exp(score))

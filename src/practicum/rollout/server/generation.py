@@ -11,7 +11,7 @@ import asyncio
 import copy
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +36,7 @@ from practicum.rollout.schemas import (
 from practicum.rollout.server.encoder import TOO_LONG, Encoder, Ids, Limit
 from practicum.rollout.server.errors import BadRequest, HttpError, Unavailable, error_json
 from practicum.rollout.server.replies import Answer, new_reply
-from practicum.rollout.server.service import Handler, Service
+from practicum.rollout.server.service import Service
 from practicum.rollout.server.tools import TAGS
 from practicum.types import PromptGroup, Sample
 from practicum.weights import WeightUpdate
@@ -70,17 +70,6 @@ class _Generation:
     def num_prompt_tokens(self) -> int:
         return sum(len(group.prompt_ids) for group in self.groups)
 
-    def sequences(self, events: asyncio.Queue[_Event | None]) -> list[EngineSequence]:
-        """Return a sequence for each answer; those of a stream put their tokens in the queue."""
-
-        def listener(index: int) -> Callable[[list[int], list[float]], None] | None:
-            if not self.request.stream:
-                return None
-            return lambda token_ids, log_probs: events.put_nowait(_Event(index, token_ids, log_probs))
-
-        pairs = [(group, trajectory) for group in self.groups for trajectory in group.trajectories]
-        return [EngineSequence.of(*pair, listener(index)) for index, pair in enumerate(pairs)]
-
 
 class GenerationService(Service):
     """The engine is this service's alone. `dtype` is the one that new weights are loaded in."""
@@ -104,29 +93,23 @@ class GenerationService(Service):
         self._engine = engine
         self._dtype = dtype
         self._shapes = weight_shapes(model_config)
+        self.num_weight_bytes = sum(shape.numel() for shape in self._shapes.values()) * dtype.itemsize
         self._version = 0
         self._is_awake = False
         self._updating = asyncio.Lock()
-        self.metrics.watch("waiting", "Answers the engine has not begun with.", lambda: engine.num_waiting)
-        self.metrics.watch("running", "Answers that are being written.", lambda: engine.num_running)
-        self.metrics.watch("weight_version", "Version of the weights.", lambda: self._version)
-
-    @property
-    def handlers(self) -> Mapping[str, Handler]:
-        return {
+        self.handlers = {
             "/v1/completions": partial(self._generate, CompletionRequest),
             "/v1/chat/completions": partial(self._generate, ChatRequest),
             "/update_weights": self._update_weights,
             "/log_probs": self._log_probs,
         }
+        self.metrics.watch("waiting", "Answers the engine has not begun with.", lambda: engine.num_waiting)
+        self.metrics.watch("running", "Answers that are being written.", lambda: engine.num_running)
+        self.metrics.watch("weight_version", "Version of the weights.", lambda: self._version)
 
     @property
     def is_awake(self) -> bool:
         return self._is_awake
-
-    @property
-    def num_weight_bytes(self) -> int:
-        return sum(shape.numel() for shape in self._shapes.values()) * self._dtype.itemsize
 
     @property
     def weight_version(self) -> int:
@@ -182,7 +165,7 @@ class GenerationService(Service):
             try:
                 async for event in events:
                     if is_first:
-                        self.metrics.first_token(time.monotonic() - asked.arrived)
+                        self.metrics.first_token_s.observe(time.monotonic() - asked.arrived)
                         is_first = False
                     await response.write(_sent(self._chunk(asked, event)))
                     if event.sample is not None:
@@ -207,17 +190,22 @@ class GenerationService(Service):
     async def _events(self, asked: _Generation) -> AsyncGenerator[_Event, None]:
         """Have the answers written; yield the tokens of a stream as they come, and the end of each answer."""
         events: asyncio.Queue[_Event | None] = asyncio.Queue()
-        sequences = asked.sequences(events)
+
+        def put(index: int, token_ids: list[int], log_probs: list[float]) -> None:
+            events.put_nowait(_Event(index, token_ids, log_probs))
+
+        sequences: dict[EngineSequence, int] = {}  # and the index of each answer
+        for index, pair in enumerate((group, one) for group in asked.groups for one in group.trajectories):
+            sequences[EngineSequence.of(*pair, partial(put, index) if asked.request.stream else None)] = index
 
         async def write() -> None:
-            index = {sequence: number for number, sequence in enumerate(sequences)}
             # Held while the engine writes, not for as long as a client takes to read: new weights wait for it.
-            async with self._engine.writing(), aclosing(self._engine.written(sequences)) as written:
+            async with self._engine.writing(), aclosing(self._engine.written(list(sequences))) as written:
                 async for some in written:
                     for sequence, sample in some:
                         if sample.finish_reason == "abort":
                             raise Unavailable("the answer was aborted: the server is about to end.")
-                        events.put_nowait(_Event(index[sequence], [], [], sample))
+                        events.put_nowait(_Event(sequences[sequence], [], [], sample))
 
         writing = asyncio.create_task(write())
         writing.add_done_callback(lambda _: events.put_nowait(None))
@@ -250,7 +238,7 @@ class GenerationService(Service):
         return web.json_response({"version": version})
 
     async def _log_probs(self, request: web.Request, data: bytes) -> web.StreamResponse:
-        """Return those of given sequences: whoever sends new weights can see that they have arrived."""
+        """Return the log-probs of given sequences, which show the sender of new weights that they have arrived."""
         sequences = [self.encoder.checked(ids) for ids in self.parse(LogProbsRequest, data).token_ids]
         if any(not 2 <= len(ids) <= self.limit.num_tokens for ids in sequences):
             raise BadRequest(f"each of token_ids needs 2 tokens or more, and at most {self.limit.num_tokens}.")

@@ -24,25 +24,21 @@ class Metrics:
             buckets=_BOUNDS_S,
             registry=registry,
         )
-        self._first = Histogram(
+        self.first_token_s = Histogram(
             "practicum_server_first_token_seconds",
             "From a streamed request's arrival to its first token.",
             buckets=_BOUNDS_S,
             registry=registry,
         )
-        self._abandoned = Counter("practicum_server_abandoned", "Requests whose client went away.", registry=registry)
+        self.num_abandoned = Counter(
+            "practicum_server_abandoned", "Requests whose client went away.", registry=registry
+        )
         self._read = Counter("practicum_server_prompt_tokens", "Tokens that were read.", registry=registry)
         self._written = Counter("practicum_server_written_tokens", "Tokens that were written.", registry=registry)
 
     def answered(self, path: str, status: int, seconds: float) -> None:
         self._requests.labels(path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
-
-    def abandoned(self) -> None:
-        self._abandoned.inc()
-
-    def first_token(self, seconds: float) -> None:
-        self._first.observe(seconds)
 
     def add_tokens(self, num_read: int, num_written: int = 0) -> None:
         self._read.inc(num_read)

@@ -24,7 +24,12 @@ Handler = Callable[[web.Request, bytes], Awaitable[web.StreamResponse]]
 
 
 class Service(ABC):
-    """`names` are those that requests may call the model by; None: any. `reader` names whoever reads them, in words."""
+    """`names` are those that requests may call the model by; None: any. `reader` is its name in error messages."""
+
+    handlers: Mapping[str, Handler]
+    """The handlers by path, for the time that it is awake."""
+    num_weight_bytes: int
+    """The size of the model, awake or not."""
 
     def __init__(
         self, name: str, encoder: Encoder, limit: Limit, names: frozenset[str] | None, reader: str = "this model"
@@ -40,17 +45,7 @@ class Service(ABC):
 
     @property
     @abstractmethod
-    def handlers(self) -> Mapping[str, Handler]:
-        """The handlers by path, for the time that it is awake."""
-
-    @property
-    @abstractmethod
     def is_awake(self) -> bool: ...
-
-    @property
-    @abstractmethod
-    def num_weight_bytes(self) -> int:
-        """The size of the model, awake or not."""
 
     @property
     def weight_version(self) -> int | None:

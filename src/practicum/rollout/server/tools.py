@@ -28,10 +28,6 @@ class CallParser:
         self._has_words = False
         self._num_calls = 0
 
-    @property
-    def has_calls(self) -> bool:
-        return self._num_calls > 0
-
     def add(self, text: str, *, is_last: bool = False) -> tuple[str, list[ToolCall]]:
         """Take more text; return the content and the calls that are certain now, or all that is left."""
         self._held += text

@@ -17,7 +17,6 @@ import io
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,7 @@ import torch
 from numpy.typing import NDArray
 
 from practicum.adapters import LoneAdapters, find_targets
+from practicum.controller.host import free_port
 from practicum.errors import RolloutError
 from practicum.models import absolute, empty_model, load_config, plain_path, save_merged
 from practicum.replay import RouterShape, router_shape
@@ -46,7 +46,6 @@ from practicum.rollout.vllm import worker
 from practicum.rollout.vllm.local import LocalVllm, Vllm
 from practicum.rollout.vllm.process import ChildServer
 from practicum.types import RoutedExperts
-from practicum.weights import WeightUpdate
 
 _MODULE = "practicum_vllm_worker"
 _FIND_S = 60.0
@@ -105,7 +104,7 @@ class VllmRollout(RemoteRollout):
             self._url = "in this process"
             client = LocalVllm(Vllm(arguments(settings), environment), model=self._served_model, timeout_s=timeout_s)
         else:
-            self._url = f"http://127.0.0.1:{_free_port()}"
+            self._url = f"http://127.0.0.1:{free_port()}"
             client = CompletionsClient(timeout_s=timeout_s)
         super().__init__(client, model_path=path, max_batch=max_batch, adapters=adapters, exchange_dir=exchange_dir)
         self._reads_routes = keep_routes
@@ -141,10 +140,6 @@ class VllmRollout(RemoteRollout):
             await self._call("/sleep?level=1")  # weights go to the host's memory, the cache is dropped
             self._is_asleep = True
 
-    async def update_weights(self, update: WeightUpdate) -> None:
-        assert not self._is_asleep, "update_weights before resume"
-        await super().update_weights(update)
-
     async def _load(self, folder: str, version: int) -> None:
         if self._adapters is None:
             await self._load_model(folder)
@@ -160,7 +155,7 @@ class VllmRollout(RemoteRollout):
     async def _load_adapters(self, folder: str) -> None:
         """Have all requests from now on answered by the model with these adapters.
 
-        vLLM has room for one: they take the room of those before, which nobody asks for any more.
+        vLLM has room for one: they take the room of those before, which no request names any more.
         """
         self._num_loads += 1
         name = f"{self._served_model}-{self._num_loads}"  # one that failed may be there all the same
@@ -334,10 +329,3 @@ def check_installed(python: str | None, *, in_process: bool = False) -> None:
             f"pip install 'practicum[vllm]', or install vLLM into an environment of its own{other} and set "
             "rollout.vllm.python to its Python."
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -1,9 +1,9 @@
 """vLLM inside this process: it answers as its server would, without a server.
 
-    event loop ── commands: a request, an abort, new weights ─▶ vLLM's thread ── step ─▶ outputs, to who asked
+    event loop ── commands: a request, an abort, new weights ─▶ vLLM's thread ── step ─▶ outputs, to each request
 
 All of vLLM runs in the one thread that has made it: a thread's device and its number of cores are its own matter.
-Requests and answers are those of the completions protocol, so whoever talks to a server can talk to this instead.
+Requests and answers are those of the completions protocol, so a client of a server can use this instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from practicum.errors import RolloutError
 from practicum.rollout.remote.client import ServerFailure
@@ -29,29 +29,16 @@ _NOT_SAMPLING = ("model", "prompt", "echo", "return_token_ids", "return_tokens_a
 Command = Callable[[Any], Any]  # is called with the engine
 
 
-class Library(Protocol):
-    """vLLM, as far as it is used here. All methods are called in vLLM's thread."""
-
-    def start(self) -> Any:
-        """Return vLLM's `LLMEngine`, with all of it in this process."""
-
-    def params(self, fields: Mapping[str, Any], *, is_streamed: bool) -> Any:
-        """Return its `SamplingParams`."""
-
-    def adapters(self, name: str, number: int, folder: str) -> Any:
-        """Return its `LoRARequest`."""
-
-    def stop(self, engine: Any) -> None: ...
-
-
 class Vllm:
-    """The vLLM that is installed. `arguments` are its options, as on its command line."""
+    """The vLLM that is installed. `arguments` are its options, as on its command line. All methods are called in vLLM's
+    thread."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self._arguments = list(arguments)
         self._environment = dict(environment)
 
     def start(self) -> Any:
+        """Return vLLM's `LLMEngine`, with all of it in this process."""
         os.environ.update(self._environment)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else its core would be a process of its own
         from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found,unused-ignore]
@@ -67,6 +54,7 @@ class Vllm:
         return LLMEngine.from_engine_args(EngineArgs.from_cli_args(options))
 
     def params(self, fields: Mapping[str, Any], *, is_streamed: bool) -> Any:
+        """Return its `SamplingParams`."""
         from vllm import SamplingParams  # type: ignore[import-not-found,unused-ignore]
         from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found,unused-ignore]
 
@@ -74,6 +62,7 @@ class Vllm:
         return SamplingParams(**fields, output_kind=kind)
 
     def adapters(self, name: str, number: int, folder: str) -> Any:
+        """Return its `LoRARequest`."""
         from vllm.lora.request import LoRARequest  # type: ignore[import-not-found,unused-ignore]
 
         return LoRARequest(name, number, folder)
@@ -88,7 +77,7 @@ class Vllm:
 class LocalVllm:
     """A `Transport` to vLLM in this process, whatever address is asked."""
 
-    def __init__(self, library: Library, *, model: str, timeout_s: float = 300.0) -> None:
+    def __init__(self, library: Vllm, *, model: str, timeout_s: float = 300.0) -> None:
         self.timeout_s = timeout_s
         self._library = library
         self._model = model
@@ -150,7 +139,7 @@ class LocalVllm:
         loop, found = asyncio.get_running_loop(), asyncio.Queue[Any]()
 
         def sink(output: Any) -> None:
-            with suppress(RuntimeError):  # the loop has been closed: nobody listens
+            with suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(found.put_nowait, output)
 
         def begin(engine: Any) -> None:
@@ -212,7 +201,7 @@ class LocalVllm:
             ended = error
         for sink in self._sinks.values():
             sink(ended)
-        while not (is_closed and self._commands.empty()):  # whoever comes later hears of it too, until it is closed
+        while not (is_closed and self._commands.empty()):  # later commands fail too, until it is closed
             waiting = self._commands.get()
             if waiting is None:
                 is_closed = True

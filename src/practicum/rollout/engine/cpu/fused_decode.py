@@ -22,7 +22,7 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class FusedDecode:
-    """Parameters stay where they are; hooks work on the embedding, MLPs and routers."""
+    """A step over a model's own modules: parameters stay where they are; hooks on embedding, MLPs and routers work."""
 
     def __init__(self, model: Any, kernels: Kernels, cache: KVCache) -> None:
         base = model.base_model
@@ -34,14 +34,14 @@ class FusedDecode:
 
     @classmethod
     def of(cls, model: Any, kernels: Kernels, cache: KVCache) -> FusedDecode | None:
-        """None if the model has other parts."""
+        """Return None if the model has other parts."""
         base = model.base_model
         if not all(hasattr(base, name) for name in ("embed_tokens", "rotary_emb", "norm", "layers")):
             return None
         return cls(model, kernels, cache) if all(map(_is_usual, base.layers)) else None
 
     def __call__(self, tokens: Tensor, step: Decode) -> Tensor:
-        """Logits [rows, 1, vocabulary] of tokens [rows, 1]."""
+        """Return the logits [rows, 1, vocabulary] of tokens [rows, 1]."""
         hidden = self._embedding(tokens).transpose(0, 1)  # all rows as if they were one sequence
         angles = self._rotary(hidden, step.positions[None])
         for layer in self._layers:
@@ -73,7 +73,7 @@ class _FusedLayer:
         self.eps = getattr(getattr(self.attention, "q_norm", None), "variance_epsilon", 0.0)
 
     def projections(self) -> list[Projection]:
-        """Of queries, keys and values. Made anew each time: parameters may have moved."""
+        """Return those of queries, keys and values, made anew each time: parameters may have moved."""
         own, width = self.attention, self.attention.head_dim
         norms = (getattr(own, "q_norm", None), getattr(own, "k_norm", None), None)
         return [

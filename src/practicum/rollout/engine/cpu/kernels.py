@@ -48,20 +48,20 @@ _ARGUMENTS = {
 
 
 class Projection(ctypes.Structure):
-    """Where the weights of queries, keys or values lie: they must outlive it."""
+    """The addresses of the weights of queries, keys or values, which must outlive it."""
 
     _fields_ = (("weight", _POINTER), ("bias", _POINTER), ("norm", _POINTER), ("heads", _LONG))
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, norm: Tensor | None, width: int) -> Projection:
-        """Of heads with so many numbers each."""
+        """Make one of tensors; `width` is that of each head."""
         assert weight.is_contiguous()
         others = (None if one is None else one.data_ptr() for one in (bias, norm))
         return cls(weight.data_ptr(), *others, weight.shape[0] // width)
 
 
 class Kernels:
-    """For float32 on a CPU, and not for training. Tensors that are not contiguous are copied."""
+    """The kernels for float32 on a CPU, not for training. Tensors that are not contiguous are copied."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in _ARGUMENTS.items():
@@ -70,7 +70,7 @@ class Kernels:
         self._library = library
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[..., num] from x [..., width] and a weight [num, width]."""
+        """Return [..., num] from x [..., width] and a weight [num, width]."""
         x, weight = x.contiguous(), weight.contiguous()
         num, width = weight.shape
         out = x.new_empty(*x.shape[:-1], num)
@@ -81,7 +81,7 @@ class Kernels:
         return out
 
     def gated(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(x by gate) * (x by up), [..., inner] from x [..., width] and weights [inner, width]."""
+        """Return silu(x by gate) * (x by up), [..., inner] from x [..., width] and weights [inner, width]."""
         x, gate, up = x.contiguous(), gate.contiguous(), up.contiguous()
         inner, width = gate.shape
         out = x.new_empty(*x.shape[:-1], inner)
@@ -92,7 +92,7 @@ class Kernels:
         return out
 
     def experts(self, x: Tensor, chosen: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """[tokens, width] from as much: each token by the experts [tokens, k] that were chosen for it and their shares.
+        """Return [tokens, width] from x of that shape: each token by its chosen experts and their shares [tokens, k].
 
         gate_up is [experts, 2 * inner, width], gates first, and down [experts, width, inner].
         """
@@ -124,8 +124,8 @@ class Kernels:
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
-        """Queries [rows, heads, 1, width] of x [rows, hidden], normed and rotated; keys and values go to their places
-        [rows] in blocks [*, heads, BLOCK, width].
+        """Return queries [rows, heads, 1, width] of x [rows, hidden], normed and rotated; store keys and values at
+        their places [rows] in blocks [*, heads, BLOCK, width].
 
         `projections` are those of queries, keys and values, `angles` cosines and sines [1, rows, turned].
         """
@@ -142,7 +142,7 @@ class Kernels:
         return query
 
     def keep(self, given: Tensor, places: Tensor, kept: Tensor) -> None:
-        """The new keys or values [rows, heads, width] to their places [rows] in blocks [*, heads, BLOCK, width]."""
+        """Store new keys or values [rows, heads, width] at their places [rows] in blocks [*, heads, BLOCK, width]."""
         given = given.contiguous()
         rows, heads, width = given.shape
         self._library.keep(given.data_ptr(), places.data_ptr(), kept.data_ptr(), rows, heads, width)
@@ -157,7 +157,7 @@ class Kernels:
         window: int | None,
         scaling: float,
     ) -> Tensor:
-        """[rows, heads, width] of one token a row, from a query [rows, heads, 1, width], to all up to its position.
+        """Return the attention [rows, heads, width] of one token a row [rows, heads, 1, width] up to its position.
 
         Keys and values are blocks [*, key_heads, BLOCK, width]; the tables [rows, *] say which are of a row.
         """
@@ -176,7 +176,7 @@ class Kernels:
 
 @cache
 def load_kernels() -> Kernels | None:
-    """None where they cannot be built: the log says why."""
+    """Return None where they cannot be built: the log says why."""
     try:
         kernels = Kernels(ctypes.CDLL(str(_built())))
     except (OSError, AttributeError, CannotBuild) as error:
@@ -190,11 +190,11 @@ def load_kernels() -> Kernels | None:
 
 
 class CannotBuild(Exception):
-    """Why."""
+    """The kernels cannot be built here; the message says why."""
 
 
 def _built() -> Path:
-    """The library, built unless it is there already."""
+    """Return the library, built unless it is there already."""
     made_of = (*(source.read_text() for source in _SOURCES), _compiler(), _threads_of_torch(), *_OPTIONS, _processor())
     name = f"kernels-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "practicum"
@@ -221,7 +221,7 @@ def _compiler() -> str:
 
 
 def _threads_of_torch() -> str:
-    """The OpenMP library that torch has loaded: with another one there would be twice as many threads as cores."""
+    """Return the OpenMP library that torch has loaded: another one would add as many threads again."""
     try:
         loaded = Path("/proc/self/maps").read_text()
     except OSError:
@@ -233,7 +233,7 @@ def _threads_of_torch() -> str:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on; a cache folder may be shared between machines."""
+    """Return what `-march=native` depends on; a cache folder may be shared between machines."""
     found = re.findall(r"^(?:model name|flags|Features)\s*:.*", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return f"{platform.machine()} {sorted(set(found))}"
 

@@ -29,7 +29,7 @@ _MOST_NUMBERS = 1 << 18  # of a kernel's input; with more of them it is worth re
 
 
 class OneDnnLinear(nn.Linear):
-    """What modules become: they keep their parameters. For float32, and not for training."""
+    """The class that linear layers get; they keep their parameters. It is for float32, not for training."""
 
     def forward(self, input: Tensor) -> Tensor:
         if input.dtype != torch.float32 or input.device.type != "cpu":
@@ -38,14 +38,14 @@ class OneDnnLinear(nn.Linear):
 
 
 def speed_up(model: Any, kernels: Kernels | None) -> None:
-    """Whatever helps a model that stays on a CPU."""
+    """Replace what is slow in a model that stays on a CPU."""
     use_onednn(model)
     if kernels is not None:
         use_kernels(model, kernels)
 
 
 def use_onednn(model: Any) -> None:
-    """For all linear layers and experts that are large enough. Does nothing where this build of PyTorch has none."""
+    """Use oneDNN for large linear layers and experts. Does nothing where this build of PyTorch has none."""
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return
     for module in model.modules():
@@ -60,7 +60,7 @@ def use_onednn(model: Any) -> None:
 
 
 def each_expert(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-    """[tokens, width] from as much, by the experts [tokens, k] that were chosen and their shares: one after the other,
+    """Return [tokens, width] from as much, by the chosen experts and their shares [tokens, k]: one after the other,
     each for all tokens that are sent to it. Registered with transformers' experts interface."""
     num_tokens, k = chosen.shape
     experts = chosen.flatten()
@@ -83,7 +83,7 @@ def each_expert(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> 
 
 
 def use_kernels(model: Any, kernels: Kernels) -> None:
-    """For all parts of a float32 model that compute what a kernel computes, which is tried out with each.
+    """Use kernels for all parts of a float32 model that compute the same, which is tried out with each.
 
     Parameters stay where they are, and so do hooks on the parts.
     """
@@ -103,7 +103,7 @@ def use_kernels(model: Any, kernels: Kernels) -> None:
 
 
 def _take_over(module: Any, kernel: Callable[[Tensor], Tensor], width: int, most_numbers: int | None = None) -> None:
-    """From now on inputs of up to so many numbers go through the kernel, if it gives what the module gives."""
+    """Send inputs of up to so many numbers through the kernel, if it gives what the module gives."""
     usual = module.forward
     if len(signature(usual).parameters) != 1:
         return

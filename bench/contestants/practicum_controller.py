@@ -16,7 +16,6 @@ import ray
 from bench.contestant import Line
 from bench.controller_work import BARE, ITEMS, OURS, ROWS, Job, items, rows, start_ray, take_steps
 from practicum.controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, WorkerGroup
-from practicum.controller.ray_group import Running
 from practicum.controller.workers import WorkerSet, WorkerSetPlan
 
 Item = tuple[int, ...]
@@ -116,7 +115,7 @@ class FakeGroup(RayWorkerGroup[Echo]):
 
     def __init__(self, plan: WorkerSetPlan, workers: WorkerSet) -> None:
         WorkerGroup.__init__(self, plan.name, plan.packed, plan.pool.world_size, 60.0, plan.meshes)
-        self._running = Running(plan, workers)
+        self._hold(plan, workers)
 
 
 def noop_on_fakes(num_workers: int) -> Callable[[], Any]:

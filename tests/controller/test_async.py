@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, aclosing
+from contextlib import aclosing
 from typing import Any
 
 import numpy as np
@@ -387,13 +387,12 @@ def test_a_coroutine_is_cancelled_when_its_waiter_is_interrupted() -> None:
 
 def test_the_worker_of_an_attached_driver_has_its_own_order(mortals: WorkerGroup[Writer]) -> None:
     """Two senders count their calls each for themselves."""
-    with ExitStack():
-        workers: Any = mortals._running.workers  # type: ignore[attr-defined]
-        other = type(workers)(workers.plan, workers.hosts, workers.locations, workers.id)
-        for sender in (workers, other, other, workers):
-            handle, _ = sender.send(0, ".double", [])
-            with pytest.raises(WorkerError, match="missing 1 required positional argument"):
-                sender.collect([handle], [0], "a call", time.monotonic() + 30)
+    workers: Any = mortals._running()  # type: ignore[attr-defined]
+    other = type(workers)(workers.plan, workers.hosts, workers.locations, workers.id)
+    for sender in (workers, other, other, workers):
+        handle, _ = sender.send(0, ".double", [])
+        with pytest.raises(WorkerError, match="missing 1 required positional argument"):
+            sender.collect([handle], [0], "a call", time.monotonic() + 30)
 
 
 def test_an_async_generator_is_iterated_over_and_closed_with_its_iterator() -> None:

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from practicum.controller import RayClassWithInitArgs, Worker, WorkerContext
-from practicum.controller.host import CallHead, WorkerHost, free_port, host_address
-from practicum.controller.stacks import StackAddress, fold_stacks, name_ranks, read_stacks, serve_stacks
+from practicum.controller.host import WorkerHost, free_port, host_address
+from practicum.controller.stacks import fold_stacks, name_ranks, read_stacks, serve_stacks
 from practicum.controller.workers import _with_others
 from practicum.errors import WorkerDied, WorkerError
 
@@ -31,7 +31,7 @@ def test_an_exception_that_cannot_travel_still_arrives_as_text() -> None:
     host = WorkerHost()
     host.build(RayClassWithInitArgs(Odd), WorkerContext("odd", rank=1, world_size=2))
     with pytest.raises(WorkerError, match=r"rank 1 of 2 .*Local: only its text travels") as caught:
-        host.call(CallHead(None, "fail"), [], {})
+        host.call(None, "fail", [], {})
     assert caught.value.cause is None
     assert "only its text travels" in (caught.value.remote_traceback or "")
 
@@ -40,7 +40,7 @@ def test_a_huge_error_is_cut_so_that_it_comes_along_with_the_answer() -> None:
     host = WorkerHost()
     host.build(RayClassWithInitArgs(Odd), WorkerContext("odd"))
     with pytest.raises(WorkerError, match="ValueError: xxx") as caught:
-        host.call(CallHead(None, "fail_at_length"), [], {})
+        host.call(None, "fail_at_length", [], {})
     assert len(pickle.dumps(caught.value)) < 100_000
 
 
@@ -85,10 +85,10 @@ def test_a_busy_process_tells_what_all_its_threads_do() -> None:
 
 def test_strangers_get_nothing() -> None:
     address = serve_stacks("127.0.0.1")
-    with socket.create_connection((address.host, address.port)) as connection:
+    with socket.create_connection(address[:2]) as connection:
         connection.sendall(b"x" * 16)
         assert connection.recv(100) == b""
-    with socket.create_connection((address.host, address.port)):
+    with socket.create_connection(address[:2]):
         pass  # goes away without asking
     assert "MainThread" in read_stacks({0: address})[0]
 
@@ -98,13 +98,8 @@ def test_who_does_not_answer_is_told_apart_and_nobody_waits_long() -> None:
         silent_port, gone_port = silent.getsockname()[1], gone.getsockname()[1]
         gone.close()
         start = time.monotonic()
-        stacks = read_stacks(
-            {
-                0: StackAddress("127.0.0.1", silent_port, b"t" * 16),
-                1: StackAddress("127.0.0.1", gone_port, b"t" * 16),
-            },
-            timeout_s=0.5,
-        )
+        token = b"t" * 16
+        stacks = read_stacks({0: ("127.0.0.1", silent_port, token), 1: ("127.0.0.1", gone_port, token)}, timeout_s=0.5)
     assert time.monotonic() - start < 3
     assert "silent" in stacks[0] and "cannot be reached" in stacks[1]
 

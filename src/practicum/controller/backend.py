@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Literal, TypeVar
 
 import ray
@@ -39,8 +39,8 @@ class Controller:
         use_gpu: bool | None = None,
         pool: RayResourcePool | None = None,
     ) -> WorkerGroup[W]:
-        """On another `pool` if one is given. `use_gpu=False` keeps a group off the pool's accelerators; None takes a
-        share where the pool has them."""
+        """Open a group, on another `pool` if one is given. `use_gpu=False` keeps it off the pool's accelerators; None
+        takes a share where the pool has them."""
         group: WorkerGroup[W]
         pool = pool or self.pool
         if pool is None:
@@ -59,7 +59,7 @@ class Controller:
 
     @property
     def address(self) -> str:
-        """Where workers reach what listens beside the driver: this machine's own address if some are elsewhere."""
+        """The address at which workers reach a server beside the driver: not loopback if some are elsewhere."""
         return "127.0.0.1" if self.pool is None or len(living_nodes()) == 1 else host_address()
 
     def shutdown(self) -> None:
@@ -78,35 +78,28 @@ def open_controller(
     start_timeout_s: float = 120.0,
     call_timeout_s: float = 600.0,
 ) -> Iterator[Controller]:
-    """A controller for the time of a `with` block; its groups, pool and, if it started one, Ray end with the block.
+    """Return a controller for a `with` block; its groups, pool and, if it started one, Ray end with the block.
 
     `use_gpu=None` takes GPUs where the cluster has enough of them.
     """
-    if backend == "local":
-        controller = Controller(None, start_timeout_s, call_timeout_s)
-        try:
-            yield controller
-        finally:
-            controller.shutdown()
-        return
-    with ray_cluster(address):
-        if use_gpu is None:
-            use_gpu = ray.cluster_resources().get("GPU", 0) >= num_workers
-        with RayResourcePool(
-            spread_over_nodes(num_workers, bundle_of(use_gpu)),
-            use_gpu=use_gpu,
-            max_colocate_count=max_colocate_count,
-            timeout_s=start_timeout_s,
-        ) as pool:
-            controller = Controller(pool, start_timeout_s, call_timeout_s)
-            try:
-                yield controller
-            finally:
-                controller.shutdown()
+    with ExitStack() as stack:
+        pool = None
+        if backend == "ray":
+            stack.enter_context(ray_cluster(address))
+            if use_gpu is None:
+                use_gpu = ray.cluster_resources().get("GPU", 0) >= num_workers
+            process_on_nodes = spread_over_nodes(num_workers, bundle_of(use_gpu))
+            pool = RayResourcePool(
+                process_on_nodes, use_gpu=use_gpu, max_colocate_count=max_colocate_count, timeout_s=start_timeout_s
+            )
+            stack.enter_context(pool)
+        controller = Controller(pool, start_timeout_s, call_timeout_s)
+        stack.callback(controller.shutdown)
+        yield controller
 
 
 def num_replicas(wanted: int | Literal["auto"], pool: RayResourcePool | None, what: str) -> int:
-    """One per place unless told otherwise: a place is a GPU, or what the pool calls a process's share."""
+    """Return the number of replicas, one for each place of the pool if `auto`."""
     places = 1 if pool is None else pool.world_size
     if wanted == "auto":
         return places
@@ -133,7 +126,7 @@ def places_beside(
     gpus_each: int = 1,
     num_spared: int = 0,
 ) -> Iterator[RayResourcePool]:
-    """A pool beside the controller's, of what nobody uses, with `gpus_each` GPUs a place where the controller has GPUs.
+    """Reserve unused resources beside the controller's pool, `gpus_each` GPUs a place if the controller has GPUs.
 
     `auto` takes all of it but the `num_spared` that others will ask for; on CPUs one place, since a single copy uses
     all of its machine's cores. `key` and `num_key` name the settings in messages: where, and how many.

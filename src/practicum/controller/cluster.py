@@ -26,7 +26,7 @@ _SHOWN = 16  # nodes in a message
 
 @contextmanager
 def ray_cluster(address: str | None = None, *, show_output: bool = False) -> Iterator[None]:
-    """Ray for the time of a `with` block: joined at `address`, or at RAY_ADDRESS, or else started on this machine.
+    """Connect to Ray for a `with` block: join it at `address` or RAY_ADDRESS, or else start it on this machine.
 
     Processes started here end with the block; a Ray that was already up stays up. `show_output` brings what workers
     print to the driver's output; otherwise it is in Ray's log files.
@@ -68,7 +68,7 @@ def ray_cluster(address: str | None = None, *, show_output: bool = False) -> Ite
 
 
 def cluster_id() -> str | None:
-    """Of the cluster this driver is connected to; another after each connection."""
+    """Return the id of this driver's connection to a cluster; each connection has another."""
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
@@ -76,19 +76,19 @@ def cluster_id() -> str | None:
 
 
 def ends_with_driver() -> bool:
-    """Whether this driver started its cluster itself."""
+    """Return whether this driver started its cluster itself."""
     return cluster_id() in _started_here
 
 
 def starts_here(address: str | None) -> bool:
-    """Whether the cluster of this driver, asked for so, is one that it starts on this machine, or has."""
+    """Return whether `ray_cluster(address)` starts a cluster on this machine, or this driver already did."""
     if address:
         return False
     return ends_with_driver() if ray.is_initialized() else "RAY_ADDRESS" not in os.environ
 
 
 def ensure_ray() -> None:
-    """A Ray for the rest of this process, if it has none yet."""
+    """Enter `ray_cluster()` for the rest of this process, if it has no Ray yet."""
     if not ray.is_initialized():
         for_life = ExitStack()
         for_life.enter_context(ray_cluster())
@@ -97,7 +97,7 @@ def ensure_ray() -> None:
 
 @contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Ray puts handlers of its own in place, with which a SIGTERM ends in a crash dump; the driver's come back."""
+    """Restore the driver's handler of SIGTERM: with Ray's own, the signal ends in a crash dump."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -109,20 +109,19 @@ def _own_signal_handlers() -> Iterator[None]:
 
 
 def _show_own_token(address: str) -> None:
-    """A cluster started on this machine asks for the token it left here, which Ray brings along only when told to. To
-    another machine it is not shown unasked."""
+    """Let Ray show the token that a cluster started on this machine left here; another machine is not shown it."""
     if address.rpartition(":")[0] not in ("127.0.0.1", "localhost", host_address()):
         return
     try:
         from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
     except ImportError:  # Ray before 2.60 asks for none
         return
-    logging.getLogger("ray").setLevel(logging.ERROR)  # it would warn that it does what it was asked to
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it would warn that it does so
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def _refuse_if_nobody_answers(address: str, timeout_s: float = 10.0) -> None:
-    """Ray itself retries for minutes."""
+    """Try to connect once: Ray itself retries for minutes."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or "/" in host:
         return  # `auto` and client addresses are Ray's to resolve
@@ -143,12 +142,12 @@ class Node:
     free: Mapping[str, float]
 
     def capacity(self, bundle: Mapping[str, float]) -> int:
-        """How many processes it could hold if nobody else were there."""
+        """Return how many processes it could hold if it were empty."""
         return min(int(self.total.get(name, 0.0) / amount + 1e-6) for name, amount in bundle.items() if amount)
 
 
 def living_nodes() -> list[Node]:
-    """In the order of their addresses, which stays the same when a job starts again."""
+    """Return the nodes in the order of their addresses, which stays the same when a job starts again."""
     free = available_resources_per_node()
     nodes = [
         Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {}))
@@ -159,9 +158,9 @@ def living_nodes() -> list[Node]:
 
 
 def spread_over_nodes(num_processes: int, bundle: Mapping[str, float]) -> list[int]:
-    """How many processes to ask of each node so that they fill as few nodes as possible.
+    """Return numbers of processes, one for each node, that fill as few nodes as possible.
 
-    If the cluster cannot hold them all, one node is asked for what is left over, which it will refuse.
+    If the cluster cannot hold them all, the last number has the rest too, so that reserving them fails.
     """
     counts = []
     for capacity in sorted((node.capacity(bundle) for node in living_nodes()), reverse=True):
@@ -172,13 +171,13 @@ def spread_over_nodes(num_processes: int, bundle: Mapping[str, float]) -> list[i
 
 
 def could_hold(process_on_nodes: Sequence[int], bundle: Mapping[str, float]) -> bool:
-    """False if the living nodes are certainly too small, even with nobody else there."""
+    """Return False if the living nodes are certainly too small, even if they were empty."""
     rooms = [node.capacity(bundle) for node in living_nodes()]
     return max(process_on_nodes) <= max(rooms) and sum(process_on_nodes) <= sum(rooms)
 
 
 def describe_nodes(resources: Iterable[str]) -> str:
-    """What each node has and what of it is free, for an error message."""
+    """Say for an error message what each node has and how much of it is free."""
     nodes, names = living_nodes(), list(resources)
     rows = [f"{node.address} ({', '.join(_free_of(node, name) for name in names)})" for node in nodes[:_SHOWN]]
     more = f" and {len(nodes) - _SHOWN} more nodes" if len(nodes) > _SHOWN else ""

@@ -34,8 +34,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Union, cast, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeAlias, TypeVar, cast, overload
 
 from practicum.controller.wire import join_batches, split_batch
 from practicum.controller.worker import Mesh, RayClassWithInitArgs, W, Worker, find_mesh, known_as, roles_of
@@ -50,6 +49,8 @@ Out = TypeVar("Out")
 Result = TypeVar("Result", covariant=True)  # a future list of samples is a future sequence of them
 
 Gather = Callable[[list[Any]], Any]
+Split = Callable[[B, int], Sequence[S]]
+Join = Callable[[list[R]], Out]
 Method = Callable[Concatenate[W, P], R]
 Coro = Callable[Concatenate[W, P], Coroutine[Any, Any, R]]
 MethodOn = Callable[Concatenate[W, S, P], R]  # its first argument is not the same for all ranks
@@ -71,12 +72,12 @@ class Call:
 
     @property
     def upstream(self) -> list[GroupFuture[Any]]:
-        """The futures among the arguments."""
+        """Return the futures among the arguments."""
         arguments = (*self.args, *self.kwargs.values(), *(self.own or ()))
         return [value for value in arguments if isinstance(value, GroupFuture)]
 
     def by_name(self, own: Any = None) -> dict[str, Any]:
-        """The arguments under the names of the method's parameters, for messages; without self and futures."""
+        """Return the arguments under the names of the method's parameters, for messages; without self and futures."""
         leading = () if self.own is None else (own,)
         bound = inspect.signature(self.function).bind(None, *leading, *self.args, **self.kwargs).arguments
         return {name: value for name, value in list(bound.items())[1:] if not isinstance(value, GroupFuture)}
@@ -151,14 +152,14 @@ class GroupFuture(Generic[Result]):
         raise TypeError("a future can be an argument of a call, but not be inside one")
 
     def forward(self) -> Result:
-        """The future itself, typed as its result, to stand for it among the arguments of another call."""
+        """Return the future itself, typed as its result, to pass it as an argument of another call."""
         return cast(Result, self)
 
-    def shares(self, parts: int, split: Callable[[Any, int], Sequence[Any]]) -> list[GroupFuture[Any]]:
-        """Futures for the shares of a batch that is not there yet.
+    def shares(self, parts: int, split: Split[Any, Any]) -> list[GroupFuture[Any]]:
+        """Return futures for the shares of a batch that is not there yet.
 
-        A batch that is to be cut as it was joined, from as many replies, is handed on reply by reply; any other is put
-        together and cut where it arrives.
+        A batch that is cut as it was joined, from as many replies, is passed on reply by reply; any other is joined and
+        cut where it arrives.
         """
         if (self.gather, split) == (join_batches, split_batch) and len(self._kept) == parts:
             return self.each()
@@ -166,17 +167,15 @@ class GroupFuture(Generic[Result]):
         return [GroupFuture(self.replies, self._kept, cut) for cut in cuts]
 
     def each(self) -> list[GroupFuture[Any]]:
-        """A future for each reply."""
+        """Return a future for each reply."""
         return [GroupFuture(self.replies, [index], only) for index in self._kept]
 
 
 Shares = Sequence[S] | GroupFuture[list[S]]
-Batch = Union[GroupFuture[B], B]  # noqa: UP007  (mypy does not take the other way of writing it)
+Batch: TypeAlias = GroupFuture[B] | B
 
 
-def _gather_and_cut(
-    gather: Gather, split: Callable[[Any, int], Sequence[Any]], part: int, parts: int, replies: list[Any]
-) -> Any:
+def _gather_and_cut(gather: Gather, split: Split[Any, Any], part: int, parts: int, replies: list[Any]) -> Any:
     return split(gather(replies), parts)[part]
 
 
@@ -298,8 +297,8 @@ class WorkerGroup(ABC, Generic[W]):
     @overload
     def scatter_with_async(
         self,
-        split: Callable[[B, int], Sequence[S]],
-        gather: Callable[[list[R]], Out],
+        split: Split[B, S],
+        gather: Join[R, Out],
         method: CoroOn[W, S, P, R],
         batch: Batch[B],
         *args: P.args,
@@ -308,15 +307,15 @@ class WorkerGroup(ABC, Generic[W]):
     @overload
     def scatter_with_async(
         self,
-        split: Callable[[B, int], Sequence[S]],
-        gather: Callable[[list[R]], Out],
+        split: Split[B, S],
+        gather: Join[R, Out],
         method: MethodOn[W, S, P, R],
         batch: Batch[B],
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> GroupFuture[Out]: ...
     def scatter_with_async(self, split: Any, gather: Any, method: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """`split` cuts the batch into as many shares as it is told, `gather` makes one reply of many."""
+        """`split(batch, n)` cuts the batch into n shares, `gather` makes one reply of n."""
         num_shards = self._mesh.data
         shares = batch.shares(num_shards, split) if isinstance(batch, GroupFuture) else split(batch, num_shards)
         own = self._as_list(shares, "the split must return a list of shares")
@@ -327,8 +326,8 @@ class WorkerGroup(ABC, Generic[W]):
     @overload
     def scatter_with(
         self,
-        split: Callable[[B, int], Sequence[S]],
-        gather: Callable[[list[R]], Out],
+        split: Split[B, S],
+        gather: Join[R, Out],
         method: CoroOn[W, S, P, R],
         batch: Batch[B],
         *args: P.args,
@@ -337,8 +336,8 @@ class WorkerGroup(ABC, Generic[W]):
     @overload
     def scatter_with(
         self,
-        split: Callable[[B, int], Sequence[S]],
-        gather: Callable[[list[R]], Out],
+        split: Split[B, S],
+        gather: Join[R, Out],
         method: MethodOn[W, S, P, R],
         batch: Batch[B],
         *args: P.args,
@@ -350,7 +349,7 @@ class WorkerGroup(ABC, Generic[W]):
     def stream(
         self, rank: int, method: Callable[Concatenate[W, P], AsyncIterator[R]], *args: P.args, **kwargs: P.kwargs
     ) -> AsyncGenerator[R, None]:
-        """The items of a method that is an async generator, as they come; each has the group's deadline for its own.
+        """Return the items of a method that is an async generator, as they come; the deadline counts for each item.
 
         The call is made when the first item is asked for. Closing the iterator early cancels the worker's generator,
         and returns when that has ended.
@@ -363,14 +362,14 @@ class WorkerGroup(ABC, Generic[W]):
         return view
 
     def mesh(self, name: str) -> Self:
-        """The group in shards of the mesh of that name: `map` takes an argument per shard, `scatter` splits the batch
-        over them, and all calls keep one reply per shard."""
+        """Return the group in shards of the mesh of that name: `map` takes an argument per shard, `scatter` splits the
+        batch over them, and all calls keep one reply per shard."""
         view = copy.copy(self)
         view._mesh = find_mesh(self._meshes, name, self.name)
         return view
 
     def role(self, name: str, cls: type[V]) -> WorkerGroup[V]:
-        """The role `name` of a group of `FusedWorker`s, as a group of its own."""
+        """Return the role `name` of a group of `FusedWorker`s as a group of its own."""
         found = known_as(self._roles[name].cls, cls) if name in self._roles else None
         if found is None:
             known = ", ".join(f"{role} ({packed.cls.__name__})" for role, packed in self._roles.items()) or "none"
@@ -383,12 +382,12 @@ class WorkerGroup(ABC, Generic[W]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.shutdown()
 
     @abstractmethod
     def stacks(self) -> dict[int, str]:
-        """What each rank is doing now: its Python stack, also while it is busy with a call."""
+        """Return the Python stack of each rank, also while it is busy with a call."""
 
     @abstractmethod
     def restart(self) -> None:
@@ -404,7 +403,7 @@ class WorkerGroup(ABC, Generic[W]):
 
     @abstractmethod
     def _stream(self, call: Call, rank: int) -> AsyncGenerator[Any, None]:
-        """The items of a generator on one rank."""
+        """Return the items of a generator on one rank."""
 
     def _start(self, call: Call, gather: Gather, only_on: Sequence[int] | None = None) -> GroupFuture[Any]:
         deadline = time.monotonic() + self._timeout_s
@@ -444,8 +443,8 @@ class WorkerGroup(ABC, Generic[W]):
 def _found_method(
     cls: type[Worker], method: Callable[..., Any], num_positional: int, names: tuple[str, ...], streams: bool
 ) -> tuple[str, bool]:
-    """The name under which the class has the method, if it can be called with so many arguments and such names, and
-    whether it is a coroutine."""
+    """Check that the class has the method and that it takes these arguments. Return its name, and whether it is a
+    coroutine."""
     found = [name for base in cls.__mro__ for name, value in vars(base).items() if value is method]
     if not found:
         raise TypeError(f"{getattr(method, '__qualname__', repr(method))} is not a method of {cls.__name__}")

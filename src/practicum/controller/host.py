@@ -1,7 +1,7 @@
 """The process side of a group: builds the worker in its place, then serves calls.
 
-A failure leaves it as a `WorkerError` that says who failed and where. `RayHost` is the same as a Ray actor, with a
-method of its own for each method of the worker, to which arguments come packed.
+Exceptions leave it as a `WorkerError` that says which worker raised them where. `RayHost` is a Ray actor, with a method
+for each method of the worker that takes packed arguments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from practicum.controller.loop import running_loop
 from practicum.controller.stacks import StackAddress, serve_stacks
 from practicum.controller.wire import Payload, unpack, unpack_arguments
-from practicum.controller.worker import FusedWorker, RayClassWithInitArgs, Worker, WorkerContext, close_worker, roles_of
+from practicum.controller.worker import RayClassWithInitArgs, Worker, WorkerContext, close_worker, roles_of
 from practicum.errors import WorkerError
 
 # A small error comes along with the answer and is noticed at once; a large one would have to be fetched first.
@@ -31,21 +31,9 @@ _LONGEST_TEXT = 20_000
 _LARGEST_CAUSE = 50_000
 
 
-@dataclass(frozen=True, slots=True)
-class CallHead:
-    """What a call is, without its arguments; `role` names the part of a fused worker it is for."""
-
-    role: str | None
-    method: str
-    wants_reply: bool = True
-
-    @property
-    def name(self) -> str:
-        """What the actor calls it."""
-        return f"{self.role or ''}.{self.method}{'' if self.wants_reply else '!'}"
-
-
 class WorkerHost:
+    """Builds a worker and calls it. `role` names the part of a fused worker that a call is for."""
+
     def __init__(self) -> None:
         self._context = WorkerContext(group="?")
         self._worker: Worker | None = None
@@ -53,37 +41,33 @@ class WorkerHost:
 
     def build(self, packed: RayClassWithInitArgs[Any], context: WorkerContext) -> None:
         self._context = context
-        with self.naming(f"{packed.cls.__name__}.__init__"):
+        try:
             self._worker = packed.build(context)
+        except Exception as error:
+            raise self.failure(error, f"{packed.cls.__name__}.__init__") from error
 
-    def call(self, head: CallHead, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        what, method = self.method(head)
-        with self.naming(what):
+    def call(self, role: str | None, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        with self.method(role, name) as method:
             reply = method(*args, **kwargs)
             if isinstance(reply, Generator | Coroutine):  # of which Ray would send the first item, or nothing
                 raise TypeError(f"a {type(reply).__name__} cannot be an answer: return a list")
-        return reply if head.wants_reply else None
+        return reply
 
     def close(self) -> None:
         worker, self._worker = self._worker, None
         if worker is not None:
             close_worker(worker)
 
-    def method(self, head: CallHead) -> tuple[str, Callable[..., Any]]:
-        assert self._worker is not None, "call before build"
-        target: Any = self._worker
-        if head.role is not None:
-            assert isinstance(self._worker, FusedWorker)
-            target = self._worker.roles[head.role]
-        return f"{type(target).__name__}.{head.method}", getattr(target, head.method)
-
     @contextmanager
-    def naming(self, what: str) -> Iterator[None]:
-        """An exception leaves the block as a `WorkerError` that names this worker."""
+    def method(self, role: str | None, name: str) -> Iterator[Callable[..., Any]]:
+        """A method of the worker. An exception leaves the block as a `WorkerError` that says who raised it where."""
+        target: Any = self._worker
+        if role is not None:
+            target = target.roles[role]
         try:
-            yield
+            yield getattr(target, name)
         except Exception as error:
-            raise self.failure(error, what) from error
+            raise self.failure(error, f"{type(target).__name__}.{name}") from error
 
     def failure(self, error: Exception, what: str) -> WorkerError:
         context, node, pid = self._context, self._address, os.getpid()
@@ -102,18 +86,17 @@ class WorkerHost:
 # Functions, not methods: a class with coroutines would be an async actor to Ray.
 
 
-async def call_awaited(host: WorkerHost, head: CallHead, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    what, method = host.method(head)
-    with host.naming(what):
-        reply = await method(*args, **kwargs)
-    return reply if head.wants_reply else None
+async def call_awaited(
+    host: WorkerHost, role: str | None, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    with host.method(role, name) as method:
+        return await method(*args, **kwargs)
 
 
 async def stream(
-    host: WorkerHost, head: CallHead, args: Sequence[Any], kwargs: Mapping[str, Any]
+    host: WorkerHost, role: str | None, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> AsyncGenerator[Any, None]:
-    what, method = host.method(head)
-    with host.naming(what):
+    with host.method(role, name) as method:
         async with aclosing(method(*args, **kwargs)) as items:
             async for item in items:
                 yield item
@@ -153,9 +136,6 @@ class RayHost(WorkerHost):
         os.environ.update(context.environment(sees_one_device=len(ray.get_gpu_ids()) == 1))
         self.build(unpack(packed), context)
 
-    def call_packed(self, head: CallHead, shared: Payload = b"", own: Payload = b"", *replies: Any) -> Any:
-        return self.call(head, *unpack_arguments(shared, own, *replies))
-
 
 CallId = tuple[str, int]
 """The caller, and the number of its call. Ray does not keep calls to an async actor in order: the host does."""
@@ -170,13 +150,13 @@ class AsyncRayHost(RayHost):
         self.device_lock = asyncio.Lock()  # first come, first served
         self._next: Counter[str] = Counter()  # of each caller
         self._early: dict[CallId, asyncio.Future[None]] = {}  # calls that came before others that were sent before them
-        self._running: dict[CallId, asyncio.Task[Any]] = {}
+        self.running: dict[CallId, asyncio.Task[Any]] = {}
 
     async def build_packed(self, packed: Payload, context: WorkerContext) -> None:  # type: ignore[override]
         await asyncio.get_running_loop().run_in_executor(self.device_thread, super().build_packed, packed, context)
 
     async def in_order(self, call_id: CallId) -> None:
-        """Wait until all calls that this caller has sent before have been taken up."""
+        """Wait until all calls that this caller has sent before have begun."""
         caller, number = call_id
         if number != self._next[caller]:
             self._early[call_id] = asyncio.get_running_loop().create_future()
@@ -186,62 +166,63 @@ class AsyncRayHost(RayHost):
         if follower is not None:
             follower.set_result(None)
 
-    def begin(self, call_id: CallId, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run a call in a task of its own, which can be cancelled wherever it is."""
-        task = self._running[call_id] = asyncio.ensure_future(coroutine)
-        return task
-
-    async def end(self, call_id: CallId, task: asyncio.Task[Any], head: CallHead) -> Any:
+    async def end(self, call_id: CallId, task: asyncio.Task[Any], name: str) -> Any:
+        """Wait for a call that runs in a task of its own, so that it can be cancelled wherever it is."""
         await asyncio.wait([task])
-        was_cancelled = self._running.pop(call_id, None) is None
+        was_cancelled = self.running.pop(call_id, None) is None
         if not task.cancelled():
             return task.result()
         if not was_cancelled:
-            raise self.failure(RuntimeError("it was cancelled by something on the worker"), head.method)
+            raise self.failure(RuntimeError("it was cancelled by something on the worker"), name)
 
     async def cancel(self, call_id: CallId, calls: Sequence[CallId]) -> None:
         """Cancel coroutines or generators, for which nobody waits any longer, and return when they have ended."""
         await self.in_order(call_id)
-        for task in [self._running.pop(call) for call in calls if call in self._running]:
+        for task in [self.running.pop(call) for call in calls if call in self.running]:
             task.cancel()
             await asyncio.wait([task])
 
 
 async def _fetched(packed: Sequence[Any]) -> list[Any]:
-    """Arguments, of which those in the object store came as references: Ray would hold the call up for them."""
+    """Fetch arguments in the object store, which come as references so that Ray does not hold the call up for them."""
     from ray import ObjectRef
 
     return [await one if isinstance(one, ObjectRef) else one for one in packed]
 
 
 def host_class(packed: RayClassWithInitArgs[Any]) -> type[RayHost]:
-    """A host with a method for each call its workers can get.
+    """Return a host class with a method for each call its workers can get.
 
-    One method for all would have to be told which is meant, and an argument makes a no-op on Ray a seventh slower. An
-    async actor is slower by more than that, so that only classes that need one get one.
+    One method for all would take the name as an argument, which makes a no-op on Ray a seventh slower. An async actor
+    is slower by more than that, so that only classes that need one get one.
     """
     base, serving = (AsyncRayHost, _serving_async) if is_async(packed) else (RayHost, _serving)
     serves = {
-        head.name: serving(head, method)
+        host_method(role, name, wants_reply): serving(role, name, wants_reply, method)
         for role, name, method in _methods(packed)
-        for head in (CallHead(role, name), CallHead(role, name, wants_reply=False))
+        for wants_reply in (True, False)
     }
     return type("RayHost", (base,), serves)
 
 
+def host_method(role: str | None, name: str, wants_reply: bool) -> str:
+    """Return the name of the host's method that calls the worker's and sends its reply, or that does not send it."""
+    return f"{role or ''}.{name}{'' if wants_reply else '!'}"
+
+
 def is_async(packed: RayClassWithInitArgs[Any]) -> bool:
-    """Whether a class, or a role fused into it, has methods that are coroutines or async generators."""
+    """Return whether a class, or a role fused into it, has methods that are coroutines or async generators."""
     methods = [method for _, _, method in _methods(packed)]
     return any(inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method) for method in methods)
 
 
 def _methods(packed: RayClassWithInitArgs[Any]) -> list[tuple[str | None, str, Callable[..., Any]]]:
-    """All methods that can be called, with role and name."""
-    classes: list[tuple[str | None, type[Worker]]] = [(None, packed.cls)]
-    classes += [(role, one.cls) for role, one in roles_of(packed).items()]
+    """Return all methods that can be called, with role and name."""
+    classes: dict[str | None, type[Worker]] = {None: packed.cls}
+    classes |= {role: one.cls for role, one in roles_of(packed).items()}
     return [
         (role, name, getattr(cls, name))
-        for role, cls in classes
+        for role, cls in classes.items()
         for name in {name for base in cls.__mro__ for name, value in vars(base).items() if callable(value)}
         if not name.startswith("__") and name != "on_device"
     ]
@@ -251,27 +232,31 @@ def _methods(packed: RayClassWithInitArgs[Any]) -> list[tuple[str | None, str, C
 # other workers for the slots among them; an async host gets all of them as a list, after the id of the call.
 
 
-def _serving(head: CallHead, _: Callable[..., Any]) -> Callable[..., Any]:
+def _serving(role: str | None, name: str, wants_reply: bool, _: Callable[..., Any]) -> Callable[..., Any]:
     def serve(host: RayHost, shared: Payload = b"", own: Payload = b"", *replies: Any) -> Any:
-        return host.call_packed(head, shared, own, *replies)
+        reply = host.call(role, name, *unpack_arguments(shared, own, *replies))
+        return reply if wants_reply else None
 
     return serve
 
 
-def _serving_async(head: CallHead, method: Callable[..., Any]) -> Callable[..., Any]:
+def _serving_async(role: str | None, name: str, wants_reply: bool, method: Callable[..., Any]) -> Callable[..., Any]:
+    serve = _serving(role, name, wants_reply, method)
+
     async def serve_plain(host: AsyncRayHost, call_id: CallId, packed: Sequence[Any] = ()) -> Any:
         await host.in_order(call_id)
         async with host.device_lock:
             arguments = await _fetched(packed)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(host.device_thread, host.call_packed, head, *arguments)
+            return await asyncio.get_running_loop().run_in_executor(host.device_thread, serve, host, *arguments)
 
     async def serve_coroutine(host: AsyncRayHost, call_id: CallId, packed: Sequence[Any] = ()) -> Any:
         async def run() -> Any:
-            return await call_awaited(host, head, *unpack_arguments(*(await _fetched(packed))))
+            reply = await call_awaited(host, role, name, *unpack_arguments(*(await _fetched(packed))))
+            return reply if wants_reply else None
 
         await host.in_order(call_id)
-        return await host.end(call_id, host.begin(call_id, run()), head)
+        task = host.running[call_id] = asyncio.ensure_future(run())
+        return await host.end(call_id, task, name)
 
     async def serve_stream(
         host: AsyncRayHost, call_id: CallId, packed: Sequence[Any] = ()
@@ -281,17 +266,17 @@ def _serving_async(head: CallHead, method: Callable[..., Any]) -> Callable[..., 
 
         async def run() -> None:
             try:
-                async with aclosing(stream(host, head, *unpack_arguments(*(await _fetched(packed))))) as made:
+                async with aclosing(stream(host, role, name, *unpack_arguments(*(await _fetched(packed))))) as made:
                     async for item in made:
                         items.put_nowait(item)
             finally:
                 items.put_nowait(end)
 
         await host.in_order(call_id)
-        task = host.begin(call_id, run())
+        task = host.running[call_id] = asyncio.ensure_future(run())
         while (item := await items.get()) is not end:
             yield item
-        await host.end(call_id, task, head)
+        await host.end(call_id, task, name)
 
     if inspect.isasyncgenfunction(method):
         return serve_stream
@@ -308,7 +293,7 @@ def _can_travel(error: Exception) -> bool:
 
 
 def host_address() -> str:
-    """This machine's address as other machines of the cluster see it, or loopback when it is on no network."""
+    """Return this machine's address as other machines of the cluster see it, or loopback if it is on no network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # a documentation address: nothing is sent, the kernel picks the interface

@@ -9,28 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Container, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Container, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
 from typing import Any
 
 from practicum.controller.group import Call, GroupFuture, Replies, WorkerGroup
-from practicum.controller.host import CallHead, WorkerHost, call_awaited, free_port, stream
+from practicum.controller.host import WorkerHost, call_awaited, free_port, stream
 from practicum.controller.loop import driver_loop, run_sync, running_loop
 from practicum.controller.stacks import stack_of_this_process
 from practicum.controller.worker import Mesh, RayClassWithInitArgs, W, WorkerContext
 from practicum.errors import WorkerDied, WorkerError
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    reply: Any = None
-    error: WorkerError | None = None
-
-    def value(self) -> Any:
-        if self.error is not None:
-            raise self.error
-        return self.reply
 
 
 class LocalWorkerGroup(WorkerGroup[W]):
@@ -54,16 +43,15 @@ class LocalWorkerGroup(WorkerGroup[W]):
         self._build()
 
     def shutdown(self) -> None:
-        with ExitStack() as stack:  # all are closed, even if one raises
-            for host in self._hosts:
-                stack.callback(host.close)
-            self._hosts.clear()  # in place: views share the list
+        hosts = self._hosts[:]
+        self._hosts.clear()  # in place: views share the list
+        _close(hosts)
 
     def stacks(self) -> dict[int, str]:
         return dict.fromkeys(range(self.world_size), stack_of_this_process())
 
     def _build(self) -> None:
-        """All or none are there for calls, which may come from another thread."""
+        """Build all workers before any can be called, which another thread may do."""
         port = free_port()
         built: list[WorkerHost] = []
         try:
@@ -80,33 +68,30 @@ class LocalWorkerGroup(WorkerGroup[W]):
                 built.append(WorkerHost())
                 built[-1].build(self._packed, context)
         except BaseException:
-            with ExitStack() as stack:
-                for host in built:
-                    stack.callback(host.close)
+            _close(built)
             raise
         self._hosts.extend(built)
 
     def _send(self, call: Call, ranks: Sequence[int], answering: Container[int], deadline: float) -> Replies:
         self._check_open(ranks)
-        heads = [CallHead(call.role, call.method, rank in answering) for rank in ranks]
         if call.is_awaited or any(isinstance(handle, asyncio.Task) for f in call.upstream for handle in f.handles):
-            answers = [self._answer(call, rank, head) for rank, head in zip(ranks, heads, strict=True)]
-            return self._begun(call, answers, deadline)
+            return self._begin(call, ranks, deadline)
         with self._lock:
-            outcomes = self._run(call, ranks, heads)
+            outcomes = [self._answer(call, rank) for rank in ranks]
 
         def values(until: float) -> list[Any]:
-            return [outcome.value() for outcome in outcomes]
+            return [outcome.result() for outcome in outcomes]
 
         async def arrive(until: float) -> list[Any]:
             return values(until)
 
         return Replies(outcomes, deadline, call.upstream, values, arrive)
 
-    def _begun(self, call: Call, answers: list[Coroutine[Any, Any, _Outcome]], deadline: float) -> Replies:
-        """The replies of coroutines, each a task of the caller's loop, or the driver's where the caller is on none."""
+    def _begin(self, call: Call, ranks: Sequence[int], deadline: float) -> Replies:
+        """Begin coroutines, each as a task of the caller's loop, or of the driver's if the caller is on none."""
+        answers = [self._answer_async(call, rank) for rank in ranks]
 
-        async def begin() -> list[asyncio.Task[_Outcome]]:
+        async def begin() -> list[asyncio.Task[Future[Any]]]:
             return [asyncio.ensure_future(answer) for answer in answers]
 
         async def arrive(until: float) -> list[Any]:
@@ -114,60 +99,64 @@ class LocalWorkerGroup(WorkerGroup[W]):
                 return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(arrive(until), loop))
             try:
                 for coming in asyncio.as_completed(tasks):
-                    (await coming).value()
+                    (await coming).result()
             except asyncio.CancelledError:
                 for task in tasks:
                     task.cancel()
                 await asyncio.wait(tasks)
                 raise
-            return [task.result().value() for task in tasks]
+            return [task.result().result() for task in tasks]
 
         here = running_loop()
         loop = here or driver_loop()
         tasks = [here.create_task(answer) for answer in answers] if here else run_sync(begin(), loop)
         return Replies(tasks, deadline, call.upstream, lambda until: run_sync(arrive(until), loop), arrive)
 
-    def _run(self, call: Call, ranks: Sequence[int], heads: Sequence[CallHead]) -> list[_Outcome]:
+    def _answer(self, call: Call, rank: int) -> Future[Any]:
+        outcome: Future[Any] = Future()
         try:
-            arrived = {future: future.result() for future in call.upstream}
-        except WorkerError as error:  # of the call that an argument comes from
-            return [_Outcome(error=error)] * len(ranks)
-        outcomes = []
-        for rank, head in zip(ranks, heads, strict=True):
-            try:
-                outcomes.append(_Outcome(self._hosts[rank].call(head, *self._arguments(call, rank, arrived))))
-            except WorkerError as error:
-                outcomes.append(_Outcome(error=error))
-        return outcomes
+            arguments = self._arguments(call, rank, {future: future.result() for future in call.upstream})
+            outcome.set_result(self._hosts[rank].call(call.role, call.method, *arguments))
+        except WorkerError as error:  # also of the call that an argument comes from
+            outcome.set_exception(error)
+        return outcome
 
-    async def _answer(self, call: Call, rank: int, head: CallHead) -> _Outcome:
+    async def _answer_async(self, call: Call, rank: int) -> Future[Any]:
         host = self._hosts[rank]
+        outcome: Future[Any] = Future()
         try:
             arguments = self._arguments(call, rank, {future: await future for future in call.upstream})
             if call.is_awaited:
-                return _Outcome(await call_awaited(host, head, *arguments))
-            with self._lock:
-                return _Outcome(host.call(head, *arguments))
+                outcome.set_result(await call_awaited(host, call.role, call.method, *arguments))
+            else:
+                with self._lock:
+                    outcome.set_result(host.call(call.role, call.method, *arguments))
         except WorkerError as error:
-            return _Outcome(error=error)
+            outcome.set_exception(error)
+        return outcome
 
     async def _stream(self, call: Call, rank: int) -> AsyncGenerator[Any, None]:
         self._check_open([rank])
         arguments = self._arguments(call, rank, {future: await future for future in call.upstream})
-        async with aclosing(stream(self._hosts[rank], CallHead(call.role, call.method), *arguments)) as items:
+        async with aclosing(stream(self._hosts[rank], call.role, call.method, *arguments)) as items:
             async for item in items:
                 yield item
 
     def _arguments(
         self, call: Call, rank: int, arrived: Mapping[GroupFuture[Any], Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        own = [] if call.own is None else [call.own[self._mesh.coordinates(rank).data]]
-
         def at_hand(value: Any) -> Any:
             return arrived[value] if isinstance(value, GroupFuture) else value
 
+        own = [] if call.own is None else [call.own[self._mesh.coordinates(rank).data]]
         return [at_hand(value) for value in (*own, *call.args)], {k: at_hand(v) for k, v in call.kwargs.items()}
 
     def _check_open(self, ranks: Sequence[int]) -> None:
         if not self._hosts:
             raise WorkerDied(f"group {self.name!r} has been shut down", group=self.name, ranks=ranks)
+
+
+def _close(hosts: Sequence[WorkerHost]) -> None:
+    with ExitStack() as stack:  # all are closed, even if one raises
+        for host in hosts:
+            stack.callback(host.close)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 import ray
@@ -28,7 +28,7 @@ _LOOK_EVERY_S = 0.02
 
 @dataclass(slots=True)
 class Reservation:
-    """Places side by side on one node."""
+    """A placement group on one node."""
 
     group: PlacementGroup
     size: int
@@ -98,20 +98,20 @@ class RayResourcePool:
         ]
 
     def sub_pool(self, ranks: Sequence[int]) -> RayResourcePool:
-        """Some places of this pool, as a pool. They stay with the pool that reserved it."""
+        """Return some places of this pool as a pool. The pool that reserved them still holds them."""
         if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(self.world_size)):
             raise CallError(f"ranks {list(ranks)} are not distinct ranks of a pool of {self.world_size}")
         return self._view([self.places[rank] for rank in ranks])
 
     def split(self, sizes: Sequence[int]) -> list[RayResourcePool]:
-        """Sub-pools of the given sizes, in the order of the ranks. All places are given out."""
+        """Return sub-pools of the given sizes, in the order of the ranks, which together have all places."""
         if sum(sizes) != self.world_size or min(sizes, default=0) < 1:
             raise CallError(f"a pool of {self.world_size} processes cannot be split into {list(sizes)}")
         ends = list(itertools.accumulate(sizes))
         return [self.sub_pool(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
     def merge(self, *others: RayResourcePool) -> RayResourcePool:
-        """This pool and others as one, their ranks one after another. Each keeps its own reservation."""
+        """Return this pool and others as one, their ranks one after another. Each keeps its own reservation."""
         for other in others:
             if (other.bundle, other.max_colocate_count) != (self.bundle, self.max_colocate_count):
                 raise CallError(
@@ -124,14 +124,13 @@ class RayResourcePool:
         return self._view(places)
 
     def release(self) -> None:
-        """Give the places back; workers still on it end. Does nothing for sub-pools and merged pools: they only look
-        at places that other pools hold."""
+        """Give the places back; workers still on them end. Sub-pools and merged pools hold none: nothing happens."""
         if self.is_owner:
             for reservation in self._reservations():
                 reservation.release()
 
     def share(self, resource: str) -> float:
-        """How much of a resource one process gets."""
+        """Return how much of a resource one process gets."""
         # Ray counts in ten-thousandths; rounded up, the shares of a GPU could exceed it.
         return math.floor(10_000 * self.bundle[resource] / self.max_colocate_count) / 10_000
 
@@ -173,26 +172,24 @@ class RayResourcePool:
                 raise ResourceError(f"part of the pool was lost with its node, and no other has room for it: {asked}")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As found by another driver of the same cluster."""
+        """Restore the pool in another driver of the same cluster."""
         self.__dict__.update(state)
         self._cluster = cluster_id()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def _view(self, places: list[Place]) -> RayResourcePool:
-        view = RayResourcePool.__new__(RayResourcePool)
-        view.use_gpu, view.max_colocate_count, view.detached = self.use_gpu, self.max_colocate_count, self.detached
-        view.bundle, view._cluster = self.bundle, self._cluster
+        view = copy.copy(self)
         view.places = places
         view.is_owner = False
         return view
 
-    def _reservations(self) -> Iterator[Reservation]:
-        return iter({id(place.reservation): place.reservation for place in self.places}.values())
+    def _reservations(self) -> list[Reservation]:
+        return list({id(place.reservation): place.reservation for place in self.places}.values())
 
 
 def _check(counts: Sequence[int], max_colocate_count: int, resources: Mapping[str, float], timeout_s: float) -> None:
@@ -209,7 +206,7 @@ def _check(counts: Sequence[int], max_colocate_count: int, resources: Mapping[st
 
 
 def _is_ready(reservation: Reservation, deadline: float) -> bool:
-    """Ray's own wait counts whole seconds and does not hear a Ctrl-C."""
+    """Wait until it is reserved. Ray's own wait counts whole seconds and ignores Ctrl-C."""
     while not reservation.group.wait(0):
         if time.monotonic() > deadline:
             return False
@@ -220,7 +217,7 @@ def _is_ready(reservation: Reservation, deadline: float) -> bool:
 def bundle_of(
     use_gpu: bool, accelerator_type: str | None = None, more: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """The resources of one process, as Ray names them."""
+    """Return the resources of one process, as Ray names them."""
     bundle = {"CPU": 1.0, **({"GPU": 1.0} if use_gpu else {}), **(more or {})}
     if accelerator_type is not None:
         bundle[f"accelerator_type:{accelerator_type}"] = 0.001  # Ray's way to say: on a node that has this kind
@@ -254,7 +251,7 @@ def _reserve(counts: Sequence[int], bundle: dict[str, float], detached: bool, ti
 
 
 def _in_node_order(reservations: list[Reservation]) -> list[Reservation]:
-    """Each in its slot, but those of one size in the order of their nodes."""
+    """Keep the order of the sizes, but sort reservations of one size by their nodes."""
     position = {node.id: index for index, node in enumerate(living_nodes())}
 
     def node_of(reservation: Reservation) -> int:

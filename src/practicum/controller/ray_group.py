@@ -8,30 +8,17 @@ import functools
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
 from practicum.controller.group import Call, GroupFuture, Replies, WorkerGroup, positive_seconds
-from practicum.controller.host import CallHead
+from practicum.controller.host import host_method
 from practicum.controller.pool import RayResourcePool
 from practicum.controller.wire import INLINE_BYTES, Payload, Slot, num_bytes, pack_arguments
 from practicum.controller.worker import Mesh, RayClassWithInitArgs, W, known_as
 from practicum.controller.workers import WorkerSet, WorkerSetPlan
 from practicum.errors import CallError, ResourceError, WorkerDied
-
-
-@dataclass(slots=True)
-class Running:
-    """What all views of a group share: its workers, None when there are none."""
-
-    plan: WorkerSetPlan
-    workers: WorkerSet | None = None
-    # Starts and ends come one after another.
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    # Calls of two threads reach all ranks in one order: else their collectives would wait for each other.
-    send_lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class RayWorkerGroup(WorkerGroup[W]):
@@ -60,11 +47,19 @@ class RayWorkerGroup(WorkerGroup[W]):
             raise CallError(
                 f"detached group {name!r} needs a whole detached pool, which its attached drivers can release"
             )
-        self._running = Running(plan, plan.start())
+        self._hold(plan, plan.start())
+
+    def _hold(self, plan: WorkerSetPlan, workers: WorkerSet) -> None:
+        self._plan = plan
+        self._workers: WorkerSet | None = workers  # None when there are none
+        self._origin = self  # of all views, which have the same workers
+        self._lock = threading.Lock()  # starts and ends come one after another
+        # Calls of two threads reach all ranks in one order: else their collectives would wait for each other.
+        self._send_lock = threading.Lock()
 
     @classmethod
     def attach(cls, name: str, worker_class: type[W], *, timeout_s: float = 600.0) -> RayWorkerGroup[W]:
-        """A detached group that another driver started. Its pool is `group.pool`."""
+        """Return a detached group that another driver started. Its pool is `group.pool`."""
         if not ray.is_initialized():
             raise ResourceError(f"no cluster to look for group {name!r} in: join it first, with ray_cluster(address)")
         workers = WorkerSet.find(name)
@@ -75,49 +70,49 @@ class RayWorkerGroup(WorkerGroup[W]):
         group: RayWorkerGroup[W] = cls.__new__(cls)
         WorkerGroup.__init__(group, name, plan.packed, plan.pool.world_size, timeout_s, plan.meshes)
         group._worker_class = found
-        group._running = Running(plan, workers)
+        group._hold(plan, workers)
         return group
 
     @property
     def pool(self) -> RayResourcePool:
-        return self._running.plan.pool
+        return self._plan.pool
 
     def stacks(self) -> dict[int, str]:
-        return self._workers().stacks()
+        return self._running().stacks()
 
     def restart(self) -> None:
-        """Also brings a group back that lost processes, or nodes as long as others have room."""
-        with self._running.lock:
+        """Start the workers anew, also after processes were lost, or nodes as long as others have room."""
+        with self._lock:
             self._end()
-            self._running.workers = self._running.plan.start()
+            self._origin._workers = self._plan.start()
 
     def shutdown(self) -> None:
-        with self._running.lock:
+        with self._lock:
             self._end()
 
     def _end(self) -> None:
-        workers, self._running.workers = self._running.workers, None
+        workers, self._origin._workers = self._origin._workers, None
         if workers is not None:
             if workers.plan.detached and workers.is_reachable:
                 workers.end_detached()
             else:
                 workers.end()
 
-    def _workers(self) -> WorkerSet:
-        workers = self._running.workers
+    def _running(self) -> WorkerSet:
+        workers = self._origin._workers
         if workers is None or not workers.is_reachable:
             why = "been shut down, or is just being restarted" if workers is None else "ended with its Ray"
             raise WorkerDied(f"group {self.name!r} has {why}", group=self.name, ranks=range(self.world_size))
         return workers
 
     def _send(self, call: Call, ranks: Sequence[int], answering: Container[int], deadline: float) -> Replies:
-        workers = self._workers()
+        workers = self._running()
         arguments = self._packed(call, workers, len(ranks))
-        with_reply, without = _host_methods(call)
         handles, call_ids = [], []
-        with self._running.send_lock:
+        with self._send_lock:
             for rank in ranks:
-                handle, call_id = workers.send(rank, with_reply if rank in answering else without, arguments(rank))
+                method = host_method(call.role, call.method, rank in answering)
+                handle, call_id = workers.send(rank, method, arguments(rank))
                 handles.append(handle)
                 call_ids.append(call_id)
 
@@ -133,10 +128,10 @@ class RayWorkerGroup(WorkerGroup[W]):
         return Replies(handles, deadline, call.upstream, collect, arrive)
 
     async def _stream(self, call: Call, rank: int) -> AsyncGenerator[Any, None]:
-        workers = self._workers()
+        workers = self._running()
         arguments = self._packed(call, workers, 1)(rank)
-        with self._running.send_lock:
-            items, call_id = workers.send(rank, _host_methods(call)[0], arguments)
+        with self._send_lock:
+            items, call_id = workers.send(rank, host_method(call.role, call.method, True), arguments)
         has_ended = False
         try:
             while True:
@@ -156,8 +151,8 @@ class RayWorkerGroup(WorkerGroup[W]):
 
     async def _cancel(self, workers: WorkerSet, ranks: Sequence[int], call_ids: Sequence[Any], what: str) -> None:
         """Cancel calls of coroutines, and return when they have ended."""
-        with contextlib.suppress(WorkerDied):  # whoever is gone runs no coroutines
-            with self._running.send_lock:
+        with contextlib.suppress(WorkerDied):  # a process that is gone runs no coroutines
+            with self._send_lock:
                 handles = [
                     workers.send(rank, "cancel", [call_id])[0] for rank, call_id in zip(ranks, call_ids, strict=True)
                 ]
@@ -165,8 +160,8 @@ class RayWorkerGroup(WorkerGroup[W]):
             await workers.arrive(handles, ranks, f"the end of {what}, cancelled", deadline)
 
     def _packed(self, call: Call, workers: WorkerSet, num_ranks: int) -> Callable[[int], Sequence[Any]]:
-        """The arguments for each rank, packed: shared, own, and replies of other calls for the slots among them."""
-        if not hasattr(workers.hosts[0], _host_methods(call)[0]):
+        """Return the packed arguments by rank: shared, own, and replies of other calls for the slots among them."""
+        if not hasattr(workers.hosts[0], host_method(call.role, call.method, True)):
             raise CallError(f"group {self.name!r}: its workers, started by another driver, have no {call.what}")
         refs: list[Any] = []
         args = [_in_slot(value, refs) for value in call.args]
@@ -181,14 +176,14 @@ class RayWorkerGroup(WorkerGroup[W]):
         return lambda rank: same
 
     def _own_argument(self, call: Call, value: Any, refs: Sequence[Any]) -> list[Any]:
-        """The argument of one shard, followed by the replies that come along for it."""
+        """Return the packed argument of one shard, followed by the replies for its slots."""
         refs = list(refs)
         payload = pack_arguments(_in_slot(value, refs), call.what, lambda: call.by_name(own=value))
         return [_parcel(payload, self.world_size // self._mesh.data), *refs]
 
 
 def _in_slot(value: Any, refs: list[Any]) -> Any:
-    """A future of a Ray group becomes a slot for its replies, which are added to `refs`; all else stays as it is."""
+    """Return a slot for the replies of a Ray group's future, which are added to `refs`; all else stays as it is."""
     if not isinstance(value, GroupFuture):
         return value
     if not all(isinstance(handle, ray.ObjectRef) for handle in value.handles):
@@ -199,10 +194,5 @@ def _in_slot(value: Any, refs: list[Any]) -> Any:
 
 
 def _parcel(payload: Payload, num_receivers: int) -> Any:
-    """A large payload for several goes into the object store once; Ray hands each the same copy."""
+    """Put a large payload for several receivers into the object store once; they share the copy on their node."""
     return ray.put(payload) if num_receivers > 1 and num_bytes(payload) > INLINE_BYTES else payload
-
-
-def _host_methods(call: Call) -> tuple[str, str]:
-    """What the host calls the method that replies, and the one that does not."""
-    return CallHead(call.role, call.method).name, CallHead(call.role, call.method, wants_reply=False).name

@@ -1,7 +1,7 @@
-"""What is a busy process doing? A thread in each worker answers that over a socket of its own.
+"""Stacks of busy processes: a thread in each worker sends them over a socket of its own.
 
-Workers answer calls one after another, so a worker that hangs cannot be asked by a call. The thread needs nothing but
-the interpreter lock; a process that holds on to it, or is stopped, is reported as silent.
+A worker that hangs does not answer calls. The thread needs nothing but the interpreter lock; a process that holds on to
+that, or is stopped, is reported as silent.
 """
 
 from __future__ import annotations
@@ -18,28 +18,22 @@ import traceback
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 _TOKEN_BYTES = 16
 _READERS = 128
 
 
-@dataclass(frozen=True, slots=True)
-class StackAddress:
-    """Where to ask a process for its stack. The token keeps strangers on the network from asking."""
-
-    host: str
-    port: int
-    token: bytes
+StackAddress = tuple[str, int, bytes]
+"""Where to ask a process for its stack: host, port, and a token that keeps strangers on the network from asking."""
 
 
 def serve_stacks(host: str, loop: asyncio.AbstractEventLoop | None = None) -> StackAddress:
-    """Answer to whoever brings the token, until the process ends; `loop` is the one whose coroutines are shown."""
+    """Answer those who send the token, until the process ends. `loop` is the one whose coroutines are shown."""
     server = socket.create_server((host, 0))
     token = secrets.token_bytes(_TOKEN_BYTES)
     threading.Thread(target=_serve, args=(server, token, loop), daemon=True, name="practicum-stacks").start()
-    return StackAddress(host, server.getsockname()[1], token)
+    return host, server.getsockname()[1], token
 
 
 def _serve(server: socket.socket, token: bytes, loop: asyncio.AbstractEventLoop | None) -> None:
@@ -52,11 +46,11 @@ def _serve(server: socket.socket, token: bytes, loop: asyncio.AbstractEventLoop 
                 if secrets.compare_digest(asked, token):
                     connection.sendall(stack_of_this_process(loop).encode())
             except OSError:
-                continue  # the asker went away: nobody is left to tell
+                continue  # the connection was closed
 
 
 def stack_of_this_process(loop: asyncio.AbstractEventLoop | None = None) -> str:
-    """The Python stack of the main thread, of other threads but the one that asks, and of the coroutines of a loop."""
+    """Return the Python stacks of all threads but this one, the main thread first, and of a loop's coroutines."""
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
@@ -72,7 +66,7 @@ def stack_of_this_process(loop: asyncio.AbstractEventLoop | None = None) -> str:
 
 
 def _stack_of_coroutine(awaited: Any) -> str:
-    """Where a coroutine waits, down to the innermost that it awaits."""
+    """Return where a coroutine waits, down to the innermost that it awaits."""
     lines = []
     while awaited is not None:
         kind = next((kind for kind in ("cr", "ag", "gi") if hasattr(awaited, f"{kind}_frame")), None)
@@ -87,7 +81,7 @@ def _stack_of_coroutine(awaited: Any) -> str:
 
 
 def read_stacks(addresses: Mapping[int, StackAddress], timeout_s: float = 1.0) -> dict[int, str]:
-    """The stack of each rank, asked for all together; a rank that does not answer in time gets a sentence instead."""
+    """Ask all ranks for their stacks at once. A rank that does not answer in time gets a sentence instead."""
     if not addresses:
         return {}
     deadline = time.monotonic() + timeout_s
@@ -97,20 +91,16 @@ def read_stacks(addresses: Mapping[int, StackAddress], timeout_s: float = 1.0) -
 
 
 def _read_stack(address: StackAddress, deadline: float) -> str:
+    host, port, token = address
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         return "(no stack: there was no time left to ask)"
     try:
-        with socket.create_connection((address.host, address.port), timeout=left_s) as connection:
-            connection.sendall(address.token)
-            chunks = []
-            while True:
-                connection.settimeout(max(0.01, deadline - time.monotonic()))
-                chunk = connection.recv(65536)
-                if not chunk:
-                    break
-                chunks.append(chunk)
-        return b"".join(chunks).decode(errors="replace") or "(no stack: the process did not answer)"
+        with socket.create_connection((host, port), timeout=left_s) as connection, connection.makefile("rb") as answer:
+            connection.sendall(token)
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
+            text = answer.read().decode(errors="replace")
+        return text or "(no stack: the process did not answer)"
     except TimeoutError:
         return "(no stack: the process is silent; it is stopped, or in native code that holds the interpreter lock)"
     except OSError as error:
@@ -118,7 +108,7 @@ def _read_stack(address: StackAddress, deadline: float) -> str:
 
 
 def fold_stacks(stacks: Mapping[int, str]) -> str:
-    """Stacks to print, ranks with the same one told together."""
+    """Return the stacks as text, each once with the ranks that have it."""
     ranks_with: dict[str, list[int]] = defaultdict(list)
     for rank, text in stacks.items():
         ranks_with[text].append(rank)

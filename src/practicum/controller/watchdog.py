@@ -45,7 +45,7 @@ def watch_over_children() -> Iterator[Callable[[], None]]:
 
 
 def _descendants(pid: int, spared: set[int]) -> set[psutil.Process]:
-    """All below a process, the spared ones and what is below them left out."""
+    """Return all processes below one, without the spared ones and those below them."""
     found: set[psutil.Process] = set()
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children():

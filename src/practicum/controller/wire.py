@@ -43,7 +43,7 @@ class Slot:
 
 
 def pack(value: Any) -> Payload:
-    """Raises whatever pickling the value raises."""
+    """Pickle a value, with its arrays beside it uncopied. Raises whatever its pickling raises."""
     buffers: list[pickle.PickleBuffer] = []
     payload: bytes = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     return [payload, *(np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers)] if buffers else payload
@@ -61,7 +61,7 @@ def num_bytes(payload: Payload) -> int:
 
 
 def pack_arguments(arguments: Any, what: str, by_name: Callable[[], Mapping[str, Any]]) -> Payload:
-    """Pack, or name the argument of `what` that cannot be. `by_name` returns the arguments under their names."""
+    """Pack the arguments of `what`, or name the one that cannot be pickled; `by_name` returns them by name."""
     try:
         return pack(arguments)
     except Exception as error:  # an object's own pickling may raise anything
@@ -100,7 +100,7 @@ def unpack_arguments(
 
 
 def split_batch(batch: B, parts: int) -> list[B]:
-    """Contiguous shards whose sizes differ by at most one; some are empty when there are fewer items than parts.
+    """Return contiguous shards whose sizes differ by at most one; some are empty if items are fewer than parts.
 
     A batch is a list or another sequence, an array, or a mapping of such things of the same length.
     """
@@ -118,32 +118,29 @@ def split_batch(batch: B, parts: int) -> list[B]:
     return [sliceable[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def join_batches(replies: Sequence[B]) -> B:
-    """Replies end to end, in order, in the form they have: lists, arrays, mappings of these; None if all are None."""
-    first: Any = replies[0]
-    joined: Any
+def join_batches(replies: Sequence[Any]) -> Any:
+    """Join replies in order: lists, arrays, or mappings of these. Return None if all are None."""
+    first = replies[0]
     if any(type(reply) is not type(first) for reply in replies):
         kinds = ", ".join(sorted({type(reply).__name__ for reply in replies}))
         raise ReplyError(f"replies of different types cannot be joined: {kinds}")
     if first is None:
-        joined = None
-    elif type(first) is np.ndarray:  # its subclasses would lose what they add
+        return None
+    if type(first) is np.ndarray:  # its subclasses would lose what they add
         try:
-            joined = np.concatenate(replies)  # type: ignore[arg-type]
+            return np.concatenate(replies)
         except ValueError as error:
             raise ReplyError(f"replies cannot be joined: {error}") from None
-    elif isinstance(first, list):
-        joined = list(itertools.chain.from_iterable(replies))  # type: ignore[arg-type]
-    elif isinstance(first, Mapping):
-        if any(reply.keys() != first.keys() for reply in replies):  # type: ignore[attr-defined]
+    if isinstance(first, list):
+        return list(itertools.chain.from_iterable(replies))
+    if isinstance(first, Mapping):
+        if any(reply.keys() != first.keys() for reply in replies):
             raise ReplyError("replies with different keys cannot be joined")
-        joined = {key: join_batches([reply[key] for reply in replies]) for key in first}  # type: ignore[index]
-    else:
-        raise ReplyError(
-            f"replies of type {type(first).__name__} cannot be joined: return a list or an array, "
-            "or call scatter_with and give it a gather of your own"
-        )
-    return joined  # type: ignore[no-any-return]
+        return {key: join_batches([reply[key] for reply in replies]) for key in first}
+    raise ReplyError(
+        f"replies of type {type(first).__name__} cannot be joined: return a list or an array, "
+        "or call scatter_with and give it a gather of your own"
+    )
 
 
 def _length(batch: Any, what: str) -> int:

@@ -60,7 +60,7 @@ class Mesh:
         return Coordinates(data, tensor, pipeline)
 
     def answering_ranks(self) -> list[int]:
-        """The rank that answers for each shard, in the order of the shards."""
+        """Return the rank that answers for each shard, in the order of the shards."""
         last_stage = (self.pipeline - 1) * self.data * self.tensor
         return [last_stage + shard * self.tensor for shard in range(self.data)]
 
@@ -80,9 +80,9 @@ class WorkerContext:
     meshes: Mapping[str, Mesh] = field(default_factory=dict)
 
     def environment(self, sees_one_device: bool = False) -> dict[str, str]:
-        """The same for libraries that look for it in the environment, such as torch with `env://`.
+        """Return the variables for libraries that read their place from the environment, as torch does with `env://`.
 
-        LOCAL_RANK is what they take for the number of their GPU: 0 where Ray shows a process no other.
+        They take LOCAL_RANK for the number of their GPU: it is 0 where Ray shows a process only one.
         """
         return {
             "RANK": str(self.rank),
@@ -113,7 +113,7 @@ class Worker:
         return self.context.world_size
 
     def coordinates(self, mesh: str) -> Coordinates:
-        """Where this rank stands in the mesh of that name."""
+        """Return where this rank stands in the mesh of that name."""
         return find_mesh(self.context.meshes, mesh, self.context.group).coordinates(self.rank)
 
     async def on_device(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -172,7 +172,7 @@ class RayClassWithInitArgs(Generic[W]):
         resources: Mapping[str, float] | None = None,
         **ray_options: Any,
     ) -> Self:
-        """The same with more of: environment variables, resources of its place, options of Ray's actors.
+        """Return a copy with more environment variables, resources of its place, or options of Ray's actors.
 
         `env` is set before the process starts. `resources` must be among the pool's `resources_per_process`.
         """
@@ -203,7 +203,7 @@ class RayClassWithInitArgs(Generic[W]):
         return bool(self.env or self.resources or self.ray_options)
 
     def by_name(self) -> dict[str, Any]:
-        """The arguments by name, or by number where they have none, for messages."""
+        """Return the arguments by name, or by number where they have none, for messages."""
         return {**{f"#{index}": value for index, value in enumerate(self.args)}, **self.kwargs}
 
     def build(self, context: WorkerContext, siblings: Mapping[str, Worker] | None = None) -> W:
@@ -240,7 +240,7 @@ def close_worker(worker: Worker) -> None:
 
 
 def roles_of(packed: RayClassWithInitArgs[Any]) -> Mapping[str, RayClassWithInitArgs[Any]]:
-    """The roles of a packed `FusedWorker`; none of any other."""
+    """Return the roles of a packed `FusedWorker`; any other class has none."""
     if not issubclass(packed.cls, FusedWorker):
         return {}
     for name, role in packed.kwargs.items():
@@ -252,7 +252,7 @@ def roles_of(packed: RayClassWithInitArgs[Any]) -> Mapping[str, RayClassWithInit
 
 
 def known_as(actual: type[Worker], wanted: type[W]) -> type[W] | None:
-    """The class by whose methods workers of class `actual` are called as `wanted`; None if they are something else.
+    """Return the class whose methods call workers of class `actual` as `wanted`; None if they are something else.
 
     A class defined in a script is another object in each driver: there the name decides.
     """

@@ -5,9 +5,6 @@
 
 A worker set is known to others only once it is complete, and never changes: a group that restarts gets another one, and
 calls under way keep the one they were made to.
-
-A detached group is entered in Ray's key-value store under its name before its processes start, and again when they are
-there: whatever becomes of its driver, another can find and end them.
 """
 
 from __future__ import annotations
@@ -20,9 +17,8 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import ray
@@ -53,7 +49,7 @@ _ARRIVAL_S = 5.0  # for a reply that is there to reach the driver
 _MOST_RANKS_NAMED = 8
 _NAMESPACE = "practicum"
 _PREFIX = "group/"
-_LET_GO_S = 20.0
+_MOST_KILL_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,60 +66,54 @@ class WorkerSetPlan:
 
     def start(self) -> WorkerSet:
         """Start the processes and build the workers in them; if anything fails, none is left."""
-        if not self.detached:
-            return self._start()
-        _end_what_was_abandoned(self.name)
-        if _is_taken(self.name):
-            raise ResourceError(f"a detached group {self.name!r} runs already: attach to it, or shut it down first")
-        entry = _Entry(self, time.time() + self.start_timeout_s)
-        entry.write()
-        with ExitStack() as undo:
-            undo.callback(_internal_kv_del, _PREFIX + self.name, namespace=_NAMESPACE)
-            workers = self._start()
-            undo.callback(workers.end)
-            _Entry(self, entry.start_by, workers).write()
-            undo.pop_all()
+        workers = WorkerSet(self)
+        if self.detached:
+            _end_what_was_abandoned(self.name)
+            if _is_taken(self.name):
+                raise ResourceError(f"a detached group {self.name!r} runs already: attach to it, or shut it down first")
+            workers.write_down()
+        try:
+            self._start(workers)
+            if self.detached:
+                workers.write_down()
+        except BaseException:
+            workers.end()
+            if self.detached:
+                _internal_kv_del(_PREFIX + self.name, namespace=_NAMESPACE)
+            raise
         return workers
 
-    def _start(self) -> WorkerSet:
+    def _start(self, workers: WorkerSet) -> None:
         deadline = time.monotonic() + self.start_timeout_s
         init = f"{self.packed.cls.__name__}.__init__"
         payload = pack_arguments(self.packed, init, self.packed.by_name)
         self.pool.claim(self.name, self.packed.resources)
-        workers = WorkerSet(self, [], [])
-        try:
-            while not (workers := self._located(deadline)).locations:
-                workers.kill()
-            shared = ray.put(payload)
-            building = [
-                host.build_packed.remote(shared, context)
-                for host, context in zip(workers.hosts, self._contexts(workers.locations), strict=True)
-            ]
-            workers.collect(building, range(len(building)), init, deadline)
-            return workers
-        except BaseException:
-            workers.end()
-            raise
+        workers.has_places = True
+        while not self._locate(workers, deadline):
+            workers.kill()
+        shared = ray.put(payload)
+        building = [
+            host.build_packed.remote(shared, context)
+            for host, context in zip(workers.hosts, self._contexts(workers.locations), strict=True)
+        ]
+        workers.collect(building, range(len(building)), init, deadline)
 
-    def _located(self, deadline: float) -> WorkerSet:
-        """Start processes, and hear from each where it came up. Without locations if a node turns out to be gone: Ray,
-        which takes seconds to notice, then looks for another."""
+    def _locate(self, workers: WorkerSet, deadline: float) -> bool:
+        """Start processes and ask each where it came up. Return False if a node turns out to be gone: Ray, which takes
+        seconds to notice, then looks for another."""
         self.pool.wait_until_whole(deadline)
         if self.detached:
             _wait_until_free(self.name, deadline)
         actor = ray.remote(host_class(self.packed))
-        workers = WorkerSet(self, [], [])
+        workers.hosts = []
+        for rank, place in enumerate(self.pool.places):
+            workers.hosts.append(self._host(actor, rank, place))
+        asked = [host.locate.remote() for host in workers.hosts]
         try:
-            for rank, place in enumerate(self.pool.places):
-                workers.hosts.append(self._host(actor, rank, place))
-            asked = [host.locate.remote() for host in workers.hosts]
-            locations = workers.collect(asked, range(len(asked)), "the start of its process", deadline)
-            return WorkerSet(self, workers.hosts, locations)
+            workers.locations = workers.collect(asked, range(len(asked)), "the start of its process", deadline)
         except NodeLost:
-            return workers
-        except BaseException:
-            workers.kill()
-            raise
+            return False
+        return True
 
     def _host(self, actor: Any, rank: int, place: Place) -> Any:
         packed, pool = self.packed, self.pool
@@ -164,53 +154,72 @@ class WorkerSetPlan:
 
 
 class WorkerSet:
-    """Processes that were started together."""
+    """Processes that were started together; without `hosts` while they start.
 
-    def __init__(self, plan: WorkerSetPlan, hosts: list[Any], locations: list[Location], set_id: str = "") -> None:
+    A detached group's is written down under its name before its processes start, and again when they are there:
+    whatever becomes of its driver, another can find and end them.
+    """
+
+    def __init__(
+        self,
+        plan: WorkerSetPlan,
+        hosts: Sequence[Any] = (),
+        locations: Sequence[Location] = (),
+        set_id: str = "",
+        created_at: float = 0.0,
+    ) -> None:
         self.plan = plan
-        self.hosts = hosts
-        self.locations = locations
+        self.hosts = list(hosts)
+        self.locations = list(locations)
         self.id = set_id or uuid.uuid4().hex
+        self.created_at = created_at or time.time()  # since the epoch, which drivers on several machines roughly share
         self.is_async = is_async(plan.packed)
+        self.has_places = bool(hosts)  # in the pool
         self._cluster = cluster_id()
-        self._has_ended = False
         self._caller = uuid.uuid4().hex
-        self._num_sent = [0] * len(hosts)
+        self._num_sent: Counter[int] = Counter()
+
+    def __reduce__(self) -> Any:
+        """Restore the worker set in another driver of the same cluster."""
+        return WorkerSet, (self.plan, self.hosts, self.locations, self.id, self.created_at)
+
+    def write_down(self) -> None:
+        """Enter the group in Ray's key-value store."""
+        _internal_kv_put(_PREFIX + self.plan.name, cloudpickle.dumps(self), namespace=_NAMESPACE)
 
     @classmethod
     def find(cls, name: str) -> WorkerSet:
-        """The worker set of a detached group, which another driver of this cluster has started."""
-        entry = _Entry.read(name)
-        if entry is not None and not _is_taken(name):
-            raise ResourceError(f"detached group {name!r} was started in this cluster, but its workers are gone")
-        if entry is None:
+        """Return the worker set of a detached group, which another driver of this cluster has started."""
+        found = _written_down(name)
+        if found is None:
             keys = _internal_kv_list(_PREFIX, namespace=_NAMESPACE)
             known = ", ".join(sorted(key.decode().removeprefix(_PREFIX) for key in keys)) or "none"
             raise ResourceError(f"no detached group {name!r} runs in this cluster; those written down: {known}")
-        if entry.workers is None:
+        if not _is_taken(name):
+            raise ResourceError(f"detached group {name!r} was started in this cluster, but its workers are gone")
+        if not found.hosts:
             raise ResourceError(f"detached group {name!r} is not ready: its start has not ended, or was cut off")
-        found = entry.workers
-        return cls(found.plan, found.hosts, found.locations, found.id)
+        return found
 
     def end(self) -> None:
         """Kill the processes and leave the pool. Safe to call twice."""
-        if not self._has_ended:
-            self._has_ended = True
+        if self.has_places:
+            self.has_places = False
             self.plan.pool.vacate(self.plan.name)
             self.kill()
 
     def end_detached(self) -> None:
-        """End a detached group, unless its name meanwhile stands for workers that another driver has started."""
+        """End a detached group, unless another driver has restarted it meanwhile."""
         name = self.plan.name
-        entry = _Entry.read(name)
-        if entry is not None and (entry.workers is None or entry.workers.id != self.id):
+        current = _written_down(name)
+        if current is not None and current.id != self.id:
             raise WorkerDied(
                 f"detached group {name!r} was started anew by another driver: attach to it again",
                 group=name,
                 ranks=range(len(self.hosts)),
             )
         self.end()
-        _wait_until_free(name, time.monotonic() + _LET_GO_S)
+        _wait_until_free(name, time.monotonic() + _MOST_KILL_S)
         _internal_kv_del(_PREFIX + name, namespace=_NAMESPACE)
 
     def kill(self) -> None:
@@ -220,16 +229,16 @@ class WorkerSet:
 
     @property
     def is_reachable(self) -> bool:
-        """Whether the driver is still connected to the cluster the processes are in."""
+        """Return whether the driver is still connected to the cluster the processes are in."""
         return ray.is_initialized() and self._cluster == cluster_id()
 
     def stacks(self) -> dict[int, str]:
-        """What the process of each rank is doing now."""
+        """Return what the process of each rank is doing now."""
         return read_stacks({rank: location.stack for rank, location in enumerate(self.locations)})
 
     def send(self, rank: int, method: str, arguments: Sequence[Any]) -> tuple[Any, CallId | None]:
-        """Call a method of a host; `collect` and `arrive` take what comes back. With it comes, where hosts are async,
-        by what `cancel` knows the call. Calls of two threads must not be sent to one rank at a time."""
+        """Call a method of a host. Return the reference for `collect` or `arrive` and, of async hosts, the id of the
+        call for `cancel`. Two threads must not send to one rank at a time."""
         remote = getattr(self.hosts[rank], method).remote
         if not self.is_async:
             return remote(*arguments), None
@@ -239,30 +248,27 @@ class WorkerSet:
         return handle, call_id
 
     def collect(self, refs: Sequence[Any], ranks: Sequence[int], what: str, deadline: float) -> list[Any]:
-        """All replies in order. Ray gives up the wait at the first failure, whoever else is still busy."""
+        """Return all replies in order, or raise the first failure at once, even while other ranks are busy."""
         if not self.is_reachable:
             raise WorkerDied(f"group {self.plan.name!r}: its Ray has ended, and {what} with it", **self._of(ranks))
-        try:
-            return list(ray.get(list(refs), timeout=max(0.0, deadline - time.monotonic())))
-        except GetTimeoutError:
-            pending = set(ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)[1])
-            if pending:
-                raise self.late([r for ref, r in zip(refs, ranks, strict=True) if ref in pending], what) from None
-        except RayError as error:
-            raise self._first_failure(refs, ranks, what, error) from None
-        try:  # they have come just now, or are on their way from other nodes
-            return list(ray.get(list(refs), timeout=_ARRIVAL_S))
-        except GetTimeoutError:
-            raise self.late(ranks, f"{what} is done, but the way of its replies") from None
-        except RayError as error:
-            raise self._first_failure(refs, ranks, what, error) from None
+        # Replies that are there at the deadline may still be on their way from other nodes.
+        for timeout_s in (max(0.0, deadline - time.monotonic()), _ARRIVAL_S):
+            try:
+                return list(ray.get(list(refs), timeout=timeout_s))
+            except GetTimeoutError:
+                pending = set(ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)[1])
+                if pending:
+                    raise self.late([r for ref, r in zip(refs, ranks, strict=True) if ref in pending], what) from None
+            except RayError as error:
+                raise self._first_failure(refs, ranks, what, error) from None
+        raise self.late(ranks, f"{what} is done, but the way of its replies")
 
     async def arrive(self, refs: Sequence[Any], ranks: Sequence[int], what: str, deadline: float) -> list[Any]:
-        """The same as `collect`, awaited: what a failure or a deadline means is found out in another thread."""
+        """Do what `collect` does without blocking; another thread finds out what a failure or a deadline means."""
         if self.is_reachable:
             replies = [asyncio.wrap_future(ref.future()) for ref in refs]
             for reply in replies:
-                reply.add_done_callback(_heed)
+                reply.add_done_callback(_retrieve_exception)
             left_s = max(0.0, deadline - time.monotonic())
             await asyncio.wait(replies, timeout=left_s, return_when=asyncio.FIRST_EXCEPTION)
             if all(reply.done() and reply.exception() is None for reply in replies):
@@ -272,7 +278,7 @@ class WorkerSet:
         return await asyncio.to_thread(self.collect, refs, ranks, what, deadline)
 
     def late(self, ranks: Sequence[int], what: str) -> WorkerError:
-        """The error that a deadline has passed."""
+        """Return the error for a deadline that has passed, with the stacks of all ranks."""
         stacks = self.stacks()
         shown = f" What they were doing:\n{fold_stacks(stacks)}" if stacks else ""
         return DeadlineError(
@@ -282,7 +288,7 @@ class WorkerSet:
         )
 
     def _of(self, ranks: Sequence[int]) -> dict[str, Any]:
-        """Who an error is about."""
+        """Return who an error is about."""
         location = self.locations[ranks[0]] if self.locations and len(ranks) == 1 else None
         place = {"node": location.address, "pid": location.pid} if location else {}
         return {"group": self.plan.name, "ranks": ranks, **place}
@@ -322,9 +328,9 @@ class WorkerSet:
 
     def _death(self, error: RayError, rank: int, what: str) -> WorkerError:
         actor_id = getattr(error, "actor_id", None)
-        if actor_id is not None and actor_id not in self._actor_ids:
+        if actor_id is not None and actor_id not in [host._actor_id.hex() for host in self.hosts]:
             return self._error(f"did not get the arguments of {what}: the worker they come from has died", rank, error)
-        if self._has_ended:
+        if not self.has_places:
             text = f"group {self.plan.name!r}: rank {rank} was ended by a restart or shutdown before it answered {what}"
             return WorkerDied(text, **self._of([rank]))
         kind, reason = WorkerDied, "its process was killed, ran out of memory or crashed"
@@ -346,13 +352,9 @@ class WorkerSet:
         message = f"group {self.plan.name!r}: {self._whereabouts([rank])} {text}"
         return WorkerError(message, remote_traceback=str(error), **self._of([rank]))
 
-    @cached_property
-    def _actor_ids(self) -> frozenset[str]:
-        return frozenset(host._actor_id.hex() for host in self.hosts)
-
 
 def _with_others(failures: Sequence[WorkerError]) -> WorkerError:
-    """The first failure; it names those who failed like it, and carries them all."""
+    """Return the first failure. It names the ranks that failed like it, and carries all other failures."""
     first, *others = failures
     alike = [other for other in others if (type(other), other.group) == (type(first), first.group)]
     same = {rank for other in alike for rank in other.ranks} - set(first.ranks)
@@ -366,42 +368,28 @@ def _with_others(failures: Sequence[WorkerError]) -> WorkerError:
     return first
 
 
-def _heed(reply: asyncio.Future[Any]) -> None:
-    """Look at an exception: asyncio complains of one that nobody has asked for."""
+def _retrieve_exception(reply: asyncio.Future[Any]) -> None:
+    """Retrieve the exception: asyncio logs one that nobody has retrieved."""
     if not reply.cancelled():
         reply.exception()
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A detached group as it is written down. `workers` is None while it starts, until `start_by` at the latest."""
-
-    plan: WorkerSetPlan
-    start_by: float  # in seconds since the epoch, which drivers on several machines roughly share
-    workers: WorkerSet | None = None
-
-    def write(self) -> None:
-        _internal_kv_put(_PREFIX + self.plan.name, cloudpickle.dumps(self), namespace=_NAMESPACE)
-
-    @staticmethod
-    def read(name: str) -> _Entry | None:
-        record = _internal_kv_get(_PREFIX + name, namespace=_NAMESPACE)
-        entry: _Entry | None = None if record is None else pickle.loads(record)
-        return entry
+def _written_down(name: str) -> WorkerSet | None:
+    record = _internal_kv_get(_PREFIX + name, namespace=_NAMESPACE)
+    found: WorkerSet | None = None if record is None else pickle.loads(record)
+    return found
 
 
 def _end_what_was_abandoned(name: str) -> None:
-    """End what a driver left behind that was killed while it started a detached group."""
-    entry = _Entry.read(name)
-    if entry is None or entry.workers is not None or time.time() < entry.start_by:
+    """End the processes of a driver that was killed while it started a detached group."""
+    left = _written_down(name)
+    if left is None or left.hosts or time.time() < left.created_at + left.plan.start_timeout_s:
         return
-    for rank in range(entry.plan.pool.world_size):
-        try:
+    for rank in range(left.plan.pool.world_size):
+        with suppress(ValueError):  # it did not get that far
             ray.kill(ray.get_actor(_actor_name(name, rank), namespace=_NAMESPACE))
-        except ValueError:  # it did not get that far
-            continue
-    _wait_until_free(name, time.monotonic() + _LET_GO_S)
-    entry.plan.pool.release()
+    _wait_until_free(name, time.monotonic() + _MOST_KILL_S)
+    left.plan.pool.release()
 
 
 def _actor_name(group: str, rank: int) -> str:
@@ -409,7 +397,7 @@ def _actor_name(group: str, rank: int) -> str:
 
 
 def _is_taken(name: str) -> bool:
-    """Whether workers of a detached group of that name live."""
+    """Return whether workers of a detached group of that name live."""
     try:
         ray.get_actor(_actor_name(name, 0), namespace=_NAMESPACE)
     except ValueError:
@@ -418,7 +406,7 @@ def _is_taken(name: str) -> bool:
 
 
 def _wait_until_free(name: str, deadline: float) -> None:
-    """Wait until Ray has let go of the workers of a detached group that were just killed."""
+    """Wait until Ray has ended the workers of a detached group that were just killed."""
     while _is_taken(name):
         if time.monotonic() > deadline:
             raise ResourceError(f"the workers of detached group {name!r} do not end, so that its name stays taken")

@@ -13,15 +13,9 @@ from pathlib import Path
 from bench.harness import RESULTS, BenchError, Options, Outcome, UsageError, environment, print_table, write_json
 
 _MODULES = {
-    "grpo": "grpo",
-    "async": "overlap",
-    "controller": "controller",
-    "router": "router",
-    "reward": "reward",
-    "rollout": "rollout",
-    "replay": "replay",
-    "soak": "soak",
-}
+    "grpo": "grpo", "async": "overlap", "controller": "controller", "router": "router", "reward": "reward",
+    "rollout": "rollout", "replay": "replay", "soak": "soak",
+}  # fmt: skip
 BENCHMARKS: dict[str, Callable[[Options], Outcome]] = {
     name: lambda options, module=module: import_module(f"bench.{module}").run(options)  # type: ignore[misc]
     for name, module in _MODULES.items()

@@ -104,13 +104,9 @@ def start_ray() -> None:
     import ray
 
     ray.init(
-        address="local",
-        num_cpus=128,
-        object_store_memory=2**30,
-        include_dashboard=False,
-        log_to_driver=False,
+        address="local", num_cpus=128, object_store_memory=2**30, include_dashboard=False, log_to_driver=False,
         logging_level=logging.ERROR,
-    )
+    )  # fmt: skip
 
 
 def part_of(kind: str, size: int) -> str:

@@ -130,15 +130,11 @@ def environment(command: str) -> dict[str, Any]:
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     processor = models[0] if models else platform.processor() or "unknown"
     return {
-        "command": command,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "platform": platform.platform(),
-        "processor": processor,
-        "cpu_count": os.cpu_count(),
-        "load_before": round(os.getloadavg()[0], 2),
+        "command": command, "date": datetime.now(UTC).isoformat(timespec="seconds"), "platform": platform.platform(),
+        "processor": processor, "cpu_count": os.cpu_count(), "load_before": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         **{package: _version(package) for package in ("torch", "transformers", "ray", "practicum")},
-    }
+    }  # fmt: skip
 
 
 def _version(package: str) -> str | None:

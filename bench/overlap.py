@@ -130,14 +130,13 @@ def figures(placement: str, sides: dict[int, Side], delay_s: float) -> dict[str,
     return {
         "reward_takes_s": round(delay_s, 4),
         "step_s": {f"staleness={k}": round(sides[k].part("time/step_s"), 4) for k in sides},
-        "generation_s": round(generation, 4),
-        "learning_s": round(learning, 4),
+        "generation_s": round(generation, 4), "learning_s": round(learning, 4),
         "best_possible_ratio": round(best_ratio(placement, generation, delay_s, learning), 3),
         "oldest_token_age": after.part("staleness/max"),
         "learner_waited_s": round(after.part("time/waiting_s") + after.part("time/lease_s"), 4),
         "writers_waited_s": round(after.part("time/ahead/idle_s"), 4),
         "samples_per_s": {f"staleness={k}": [round(rate, 2) for rate in sides[k].samples_per_s] for k in sides},
-    }
+    }  # fmt: skip
 
 
 def best_ratio(placement: str, generation_s: float, reward_s: float, learning_s: float) -> float:
@@ -158,15 +157,11 @@ def learn(folder: Path, plan: Plan, has_peer: bool, is_quick: bool) -> tuple[lis
     before, after = {}, {}
     for staleness in (1, 0):
         overrides = [
-            f"trainer.staleness={staleness}",
-            "algorithm.correction.kind=truncated",
-            f"trainer.steps={plan.learning_steps}",
-            f"trainer.run_dir={folder / f'learning-{staleness}'}",
+            f"trainer.staleness={staleness}", "algorithm.correction.kind=truncated",
+            f"trainer.steps={plan.learning_steps}", f"trainer.run_dir={folder / f'learning-{staleness}'}",
             f"validation.max_prompts={plan.held_out or 'null'}",
-            f"controller.backend={'local' if is_quick else 'ray'}",
-            "validation.every=0",
-            "trainer.checkpoint_every=0",
-        ]
+            f"controller.backend={'local' if is_quick else 'ray'}", "validation.every=0", "trainer.checkpoint_every=0",
+        ]  # fmt: skip
         config = demo_config(folder, overrides)
         after[staleness] = [report.accuracy for report in trainer_of(config).steps()][-1]
         before[staleness] = float(read_metrics(Path(config.trainer.run_dir))[0]["validation/accuracy"])
@@ -221,13 +216,7 @@ def speed_config(folder: Path, placement: str, staleness: int, name: str, backen
         "algorithm": {"correction": {"kind": "truncated"}},
         "controller": {"backend": backend},
         # More steps than will be taken, so that none of them is the last, which would also write a checkpoint.
-        "trainer": {
-            "steps": 1_000_000,
-            "staleness": staleness,
-            "checkpoint_every": 0,
-            "device": "cpu",
-            "threads_per_worker": 1,
-            "run_dir": str(folder / name),
-        },
-    }
+        "trainer": {"steps": 1_000_000, "staleness": staleness, "checkpoint_every": 0, "device": "cpu",
+                    "threads_per_worker": 1, "run_dir": str(folder / name)},
+    }  # fmt: skip
     return Config.from_tree(tree, source="bench async")

@@ -250,15 +250,10 @@ def make_record(place: int) -> RecordedSample:
         prompt=Prompt(f"prompt-{place}", text=f"What is {place} + {place}?", answer=str(2 * place)),
         prompt_ids=dice.integers(0, 50_000, prompt).astype(np.int32),
         token_ids=dice.integers(0, 50_000, answer).astype(np.int32),
-        log_probs=-dice.random(answer).astype(np.float32),
-        loss_mask=np.ones(answer, np.bool_),
-        versions=np.zeros(answer, np.int32),
-        text=f"It is {2 * place}.",
-        finish_reason="stop",
-        id=f"sample-{place}",
-        score=Score(1.0),
-        advantages=np.full(answer, 0.5, np.float32),
-    )
+        log_probs=-dice.random(answer).astype(np.float32), loss_mask=np.ones(answer, np.bool_),
+        versions=np.zeros(answer, np.int32), text=f"It is {2 * place}.", finish_reason="stop", id=f"sample-{place}",
+        score=Score(1.0), advantages=np.full(answer, 0.5, np.float32),
+    )  # fmt: skip
     shape = (prompt + answer, len(HEADER.layers), HEADER.num_experts)
     experts = np.sort(np.argsort(dice.random(shape), axis=-1)[..., : HEADER.k], axis=-1).astype(HEADER.dtype)
     known = np.arange(shape[0]) < shape[0] - 1

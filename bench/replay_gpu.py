@@ -41,25 +41,13 @@ class Work:
 
 
 LARGE = Work(
-    "1.6B",
-    Shape(16, 1024, 384, 64, 8, gates=0.3, experts=1.0, vocabulary=LARGE_VOCABULARY, heads=16, head_dim=128),
-    Sizes(32, (64, 192), 128),
-    num_samples=32,
-    prompt_tokens=128,
-    new_tokens=128,
-    num_warm=2,
-    num_rounds=5,
-)
+    "1.6B", Shape(16, 1024, 384, 64, 8, gates=0.3, experts=1.0, vocabulary=LARGE_VOCABULARY, heads=16, head_dim=128),
+    Sizes(32, (64, 192), 128), num_samples=32, prompt_tokens=128, new_tokens=128, num_warm=2, num_rounds=5,
+)  # fmt: skip
 SMALL = Work(
-    "small",
-    Shape(2, 64, 16, 16, 4, gates=0.3, experts=1.0, vocabulary=4096, heads=2),
-    Sizes(4, (3, 9), 5),
-    num_samples=4,
-    prompt_tokens=8,
-    new_tokens=6,
-    num_warm=1,
-    num_rounds=2,
-)
+    "small", Shape(2, 64, 16, 16, 4, gates=0.3, experts=1.0, vocabulary=4096, heads=2), Sizes(4, (3, 9), 5),
+    num_samples=4, prompt_tokens=8, new_tokens=6, num_warm=1, num_rounds=2,
+)  # fmt: skip
 
 
 def exact_rows(device: torch.device, folder: Path) -> list[Row]:

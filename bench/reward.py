@@ -104,13 +104,10 @@ def run(options: Options) -> Outcome:
     parts = {contestant: dict(tally.parts()) for contestant, tally in tallies.items()}
     parts.setdefault(OURS, {}).update(parts.pop(OURS_ELSE, {}))
     where = {
-        "rounds": plan.num_rounds,
-        "ray_settings": SETTINGS,
-        "sizes": asdict(sizes),
-        "parts": parts | found,
+        "rounds": plan.num_rounds, "ray_settings": SETTINGS, "sizes": asdict(sizes), "parts": parts | found,
         "versions": {name: dict(tally.versions) for name, tally in tallies.items()},
         "cpu_share_of_others": round(max((tally.others_share for tally in tallies.values()), default=0.0), 3),
-    }
+    }  # fmt: skip
     rows = [*contest_rows(parts, sizes), *fault_rows(parts, found)]
     return Outcome(rows, where)
 

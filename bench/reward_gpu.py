@@ -16,12 +16,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.harness import ROOT, environment
+from bench.gpu import timed
+from bench.harness import RESULTS, environment, free_memory
+from bench.models import save_random
 from practicum import Config, Trainer
 from practicum.config import RewardModelConfig
 from practicum.controller import RayResourcePool
@@ -33,30 +36,23 @@ _MIB = 1 << 20
 
 
 def save_models(folder: Path) -> None:
-    """Random weights: a policy of 0.2 and a reward model of 1.6 billion parameters."""
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+    """Write random weights: a policy of 0.2 and a reward model of 1.6 billion parameters."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    shape: dict[str, Any] = {"vocab_size": 18, "max_position_embeddings": 256, "eos_token_id": 1, "bos_token_id": None}
-    policy = LlamaConfig(
-        hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, num_attention_heads=16, **shape
-    )
-    judge = LlamaConfig(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=24, num_attention_heads=16, num_labels=1, **shape
-    )
+    words: dict[str, Any] = {"vocab_size": 18, "max_position_embeddings": 256, "num_attention_heads": 16}
+    policy = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
+    judge = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_labels": 1}
+    save_random(folder / "policy", "llama", make_tokenizer(), device="cuda", **words, **policy)
     torch.manual_seed(0)
     with torch.device("cuda"):
-        for name, model in (
-            ("policy", LlamaForCausalLM(policy)),
-            ("judge", LlamaForSequenceClassification(judge).bfloat16()),
-        ):
-            model.save_pretrained(folder / name)
-            make_tokenizer().save_pretrained(folder / name)
-            del model
-    torch.cuda.empty_cache()
+        config = LlamaConfig(**words, **judge, eos_token_id=1, bos_token_id=None)
+        LlamaForSequenceClassification(config).bfloat16().save_pretrained(folder / "judge")
+    make_tokenizer().save_pretrained(folder / "judge")
+    free_memory()
 
 
 def used_mib() -> float:
-    """Of the device, by all processes."""
+    """Return what all processes hold of the device."""
     free, total = torch.cuda.mem_get_info()
     return (total - free) / _MIB
 
@@ -80,23 +76,18 @@ async def replica_alone(folder: Path) -> dict[str, Any]:
     asleep, awake, on_device, on_device_awake = rows[-1]
     assert awake.device_reserved is not None and asleep.device_reserved is not None
     return {
-        "weights_mib": awake.weights / _MIB,
-        "device_before_mib": before,
-        "device_asleep_mib": on_device,
-        "device_awake_mib": on_device_awake,
-        "reserved_asleep_mib": asleep.device_reserved / _MIB,
+        "weights_mib": awake.weights / _MIB, "device_before_mib": before, "device_asleep_mib": on_device,
+        "device_awake_mib": on_device_awake, "reserved_asleep_mib": asleep.device_reserved / _MIB,
         "reserved_awake_mib": awake.device_reserved / _MIB,
         "released_share": (on_device_awake - on_device) * _MIB / awake.weights,
-        "wake_all_s": statistics.median(woken),
-        "sleep_all_s": statistics.median(slept),
-    }
+        "wake_all_s": statistics.median(woken), "sleep_all_s": statistics.median(slept),
+    }  # fmt: skip
 
 
 def waking_against_a_copy(folder: Path) -> dict[str, float]:
-    """The weights alone, in this process: without Ray, HTTP and the router."""
-    from practicum.rollout.sleeping import SleepingWeights
-
+    """Time the weights alone, in this process: without Ray, HTTP and the router."""
     from practicum.models import load_classifier
+    from practicum.rollout.engine.sleep import SleepingWeights
 
     def load() -> Any:
         return load_classifier(str(folder / "judge"), torch.bfloat16)
@@ -105,22 +96,12 @@ def waking_against_a_copy(folder: Path) -> dict[str, float]:
     weights = SleepingWeights(load(), device, load)
     woken = []
     for _ in range(_ROUNDS):
-        start = time.perf_counter()
-        weights.wake()
-        torch.cuda.synchronize()
-        woken.append(time.perf_counter() - start)
+        woken.append(timed(weights.wake))
         weights.sleep()
     host = torch.empty(weights.num_bytes, dtype=torch.uint8, pin_memory=True)
     there = torch.empty_like(host, device=device)
-    copied = []
-    for _ in range(_ROUNDS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        there.copy_(host, non_blocking=True)
-        torch.cuda.synchronize()
-        copied.append(time.perf_counter() - start)
-    del there
-    torch.cuda.empty_cache()
+    copied = [timed(partial(there.copy_, host, non_blocking=True)) for _ in range(_ROUNDS)]
+    free_memory()
     wake_s, copy_s = statistics.median(woken), statistics.median(copied)
     return {
         "wake_s": wake_s,
@@ -160,7 +141,7 @@ def training_run(folder: Path) -> dict[str, Any]:
 def _most_by_phase(
     metrics: Mapping[str, float], end: float, seen: Sequence[tuple[float, float]]
 ) -> dict[str, dict[str, float]]:
-    """What the device held at the beginning, at most and at the end of each phase of a step."""
+    """Return what the device held at the beginning, at most and at the end of each phase of a step."""
     phases: dict[str, dict[str, float]] = {}
     start = end - metrics["time/step_s"]
     for phase in ("rollout", "reward", "update"):
@@ -174,7 +155,7 @@ def _most_by_phase(
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.reward_gpu")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder for reward_gpu.json")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for reward_gpu.json")
     out: Path = parser.parse_args().out
     torch.cuda.init()
     with tempfile.TemporaryDirectory() as name:

@@ -90,15 +90,10 @@ def scores_of(groups: Sequence[PromptGroup]) -> list[Score]:
 def make_sample(item: Item, token_ids: Sequence[int]) -> Sample:
     num = len(token_ids)
     return Sample(
-        prompt=Prompt(str(item.prompt), text="?", answer=item.truth),
-        prompt_ids=np.ones(32, np.int32),
-        token_ids=np.asarray(token_ids, np.int32),
-        log_probs=np.full(num, -1.0, np.float32),
-        loss_mask=np.ones(num, np.bool_),
-        versions=np.zeros(num, np.int32),
-        text=item.text,
-        finish_reason="stop",
-    )
+        prompt=Prompt(str(item.prompt), text="?", answer=item.truth), prompt_ids=np.ones(32, np.int32),
+        token_ids=np.asarray(token_ids, np.int32), log_probs=np.full(num, -1.0, np.float32),
+        loss_mask=np.ones(num, np.bool_), versions=np.zeros(num, np.int32), text=item.text, finish_reason="stop",
+    )  # fmt: skip
 
 
 def contest_main(line: Line, job: Job) -> None:
@@ -234,13 +229,10 @@ def hostile_step(num_samples: int) -> dict[str, float]:
     wrong = wrong_ones(items, scores_of(groups))
     num_hanging = sum(item.text == HANG for item in items)
     return {
-        "took_s": took_s,
-        "allowed_s": allowed_s(num_hanging, rest_s),
-        "wrong": len(wrong),
+        "took_s": took_s, "allowed_s": allowed_s(num_hanging, rest_s), "wrong": len(wrong),
         "wrong_raise": sum(item.value is not None or item.text == "raise" for item, _ in wrong),
-        "left": num_left(mark),
-        **kinds_of(wrong),
-    }
+        "left": num_left(mark), **kinds_of(wrong),
+    }  # fmt: skip
 
 
 # Replicas

@@ -45,15 +45,12 @@ SETTINGS = {
 ANSWERS_PER_PROMPT = 8
 SHARE_RIGHT = 0.5
 _SENTENCES = (
-    "First we write down what is given and what is asked.",
-    "Substituting this into the second equation, we get",
+    "First we write down what is given and what is asked.", "Substituting this into the second equation, we get",
     "Let $n$ be the number of ways to do that, so $n \\ge 1$.",
     "Both sides are positive, so squaring them changes nothing.",
-    "This simplifies since the terms in the middle cancel.",
-    "Wait, let me check that step again.",
-    "By symmetry the other case is the same.",
-    "Note that $a^2 - b^2 = (a - b)(a + b)$ holds for all of them.",
-)
+    "This simplifies since the terms in the middle cancel.", "Wait, let me check that step again.",
+    "By symmetry the other case is the same.", "Note that $a^2 - b^2 = (a - b)(a + b)$ holds for all of them.",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +142,9 @@ _PROBLEMS: tuple[Callable[[random.Random], Problem], ...] = (
 # How it is timed
 
 MAKERS: Mapping[str, Callable[[int, int], list[Item]]] = {
-    RULE: rule_items,
-    MATH: math_items,
-    MATH_IN_THREAD: math_items,
-    ASYNC: rule_items,
-    SYNC: rule_items,
+    RULE: rule_items, MATH: math_items, MATH_IN_THREAD: math_items, ASYNC: rule_items, SYNC: rule_items,
     RAISE: lambda num, seed: hostile_items(num, ["raise"], seed),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,19 +54,12 @@ class Sizes:
 
 
 FULL = Sizes(
-    num_prompts=64,
-    num_new=64,
+    num_prompts=64, num_new=64,
     plan=Plan(warmup_steps=1, num_rounds=7, steps_per_turn=1, extra_rounds=14, patience_s=300, turn_s=600),
-    warms_each_case=True,
-    num_looks=5,
-    demo=Plan(warmup_steps=4, num_rounds=8, steps_per_turn=5, extra_rounds=16, patience_s=300),
-    demo_steps=150,
-    demo_accuracy=0.3,
-    demo_backend="ray",
-    promised_tokens=48,
-    end_s=3.0,
-    more_environment={},
-)
+    warms_each_case=True, num_looks=5,
+    demo=Plan(warmup_steps=4, num_rounds=8, steps_per_turn=5, extra_rounds=16, patience_s=300), demo_steps=150,
+    demo_accuracy=0.3, demo_backend="ray", promised_tokens=48, end_s=3.0, more_environment={},
+)  # fmt: skip
 QUICK = Sizes(
     num_prompts=8,
     num_new=8,

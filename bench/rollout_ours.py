@@ -44,7 +44,7 @@ from practicum.rollout.engine.sequence import Sequence as EngineSequence
 from practicum.rollout.engines import EngineSettings
 from practicum.rollout.manager import RolloutManager
 from practicum.rollout.native import NativeRollout
-from practicum.rollout.placement import ReplicaSettings, open_replicas
+from practicum.rollout.placement import open_replicas
 from practicum.types import Message, Prompt, PromptGroup, Sample, SamplingParams
 from practicum.weights import ChannelSettings, Place, Ticket, choose, open_sender
 
@@ -232,11 +232,10 @@ async def replicas(folder: Path) -> AsyncIterator[tuple[RolloutManager, ModelWei
     save_model(make_model(0), make_tokenizer(), model)
     config = RolloutConfig(placement="colocated", max_batch=MAX_BATCH)
     engine = EngineSettings("native", str(model), device="cpu", max_batch=MAX_BATCH, cache_gb=0.05)
-    times = ReplicaSettings(threads=1, start_timeout_s=PATIENCE_S, call_timeout_s=PATIENCE_S)
     weights = ModelWeights(model)
     with ray_cluster(), RayResourcePool([NUM_REPLICAS], resources_per_process={"CPU": 1}) as pool:
         controller = Controller(pool, PATIENCE_S, PATIENCE_S)
-        async with open_replicas(config, controller, engine, weights, times) as manager:
+        async with open_replicas(config, controller, engine, weights, threads=1) as manager:
             manager.sleeps = False
             await manager.update_weights(1)
             yield manager, weights

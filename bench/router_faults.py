@@ -314,13 +314,10 @@ def judge(scene: Scene) -> Verdict:
     if scene.num_unasked:
         failures["answers that nobody asked for"] = scene.num_unasked
     return Verdict(
-        sum(failures.values()),
-        avoided_after(during, scene.recovered_s - scene.fault_s, fair),
+        sum(failures.values()), avoided_after(during, scene.recovered_s - scene.fault_s, fair),
         back_after(after, scene.end_s - scene.recovered_s, fair),
-        max(result.ended_s - result.sent_s for result in scene.results),
-        failures,
-        len(scene.results),
-    )
+        max(result.ended_s - result.sent_s for result in scene.results), failures, len(scene.results),
+    )  # fmt: skip
 
 
 def avoided_after(times: Sequence[float], duration_s: float, fair: float) -> float:

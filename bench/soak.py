@@ -107,29 +107,20 @@ def prepare(folder: Path, seed: int = 0) -> None:
 def config_of(folder: Path, plan: Plan, backend: str = "ray") -> Any:
     from practicum import Config
 
+    every = plan.checkpoint_every
     tree = {
         "model": {"path": str(folder / "model")},
-        "data": {
-            "train": str(folder / "train.jsonl"),
-            "validation": str(folder / "held-out.jsonl"),
-            "prompts_per_step": PROMPTS,
-            "max_prompt_tokens": 16,
-        },
+        "data": {"train": str(folder / "train.jsonl"), "validation": str(folder / "held-out.jsonl"),
+                 "prompts_per_step": PROMPTS, "max_prompt_tokens": 16},
         "rollout": {"answers_per_prompt": ANSWERS, "max_new_tokens": 6, "temperature": TEMPERATURE},
         "reward": {"function": f"{Path(__file__).resolve()}:grade"},
-        "validation": {"every": plan.checkpoint_every, "right_above": RIGHT_ABOVE},
+        "validation": {"every": every, "right_above": RIGHT_ABOVE},
         # The recording keeps every sample as it was learnt from, to be looked at again.
         "actor": {"lr": 1.0e-3, "router_replay": {"mode": "R3", "record_file": str(folder / "samples.rec")}},
         "controller": {"backend": backend},
-        "trainer": {
-            "steps": plan.num_steps,
-            "num_workers": 1,
-            "threads_per_worker": 1,
-            "checkpoint_every": plan.checkpoint_every,
-            "keep_checkpoints": plan.num_steps,
-            "run_dir": str(folder / "run"),
-        },
-    }
+        "trainer": {"steps": plan.num_steps, "num_workers": 1, "threads_per_worker": 1, "checkpoint_every": every,
+                    "keep_checkpoints": plan.num_steps, "run_dir": str(folder / "run")},
+    }  # fmt: skip
     return Config.from_tree(tree, source="bench soak")
 
 

@@ -177,6 +177,23 @@ def test_the_ten_lines_of_the_controller_print_what_is_shown(
     assert len([line for line in code.splitlines() if line.strip()]) <= 10
 
 
+def test_the_ten_lines_of_rollout_write_answers(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(
+        r"```python\n(import numpy as np, torch\n.*?)```", (ROOT / "docs" / "rollout.md").read_text(), re.S
+    )
+    exec(code.replace("./my-model", str(tiny_model)).replace("SamplingParams(64", "SamplingParams(8"), {})
+    written = capsys.readouterr().out
+    assert written.count("stop [") + written.count("length [") == 8  # a sample each
+    assert len([line for line in code.splitlines() if line.strip()]) <= 12
+
+
+def test_the_ten_lines_of_replay_choose_as_recorded(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"in ten lines:.*?```python\n(.*?)```", (ROOT / "docs" / "replay.md").read_text(), re.S)
+    exec(code.replace("./my-moe", str(tiny_model)), {})
+    assert capsys.readouterr().out == "chosen as recorded: True layers: [0, 1]\n"
+    assert len([line for line in code.splitlines() if line.strip()]) <= 11
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 

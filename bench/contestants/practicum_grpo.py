@@ -31,28 +31,17 @@ def config_of(job: Job) -> Config:
 
     tree: dict[str, Any] = {
         "model": {"path": job.model, "dtype": job.dtype},
-        "data": {
-            "train": job.prompts,
-            "prompts_per_step": job.prompts_per_step,
-            "max_prompt_tokens": job.max_prompt_tokens,
-        },
+        "data": {"train": job.prompts, "prompts_per_step": job.prompts_per_step,
+                 "max_prompt_tokens": job.max_prompt_tokens},
         "rollout": {"answers_per_prompt": job.answers_per_prompt, "max_new_tokens": job.max_new_tokens},
         "reward": {"function": f"{Path(__file__).resolve()}:grade"},
-        "actor": {
-            "lr": job.lr,
-            "max_grad_norm": job.max_grad_norm,
-            "micro_batch_tokens": job.micro_batch_tokens,
-            "router_replay": {"mode": job.replay, "compare_every": 0},
-        },
+        "actor": {"lr": job.lr, "max_grad_norm": job.max_grad_norm, "micro_batch_tokens": job.micro_batch_tokens,
+                  "router_replay": {"mode": job.replay, "compare_every": 0}},
         "algorithm": {"clip_low": job.clip_low, "clip_high": job.clip_high},
         # More steps than will be taken, so that none of them is the last, which would also write a checkpoint.
-        "trainer": {
-            "steps": 1_000_000,
-            "threads_per_worker": job.threads,
-            "run_dir": job.run_dir,
-            "device": job.device,
-        },
-    }
+        "trainer": {"steps": 1_000_000, "threads_per_worker": job.threads, "run_dir": job.run_dir,
+                    "device": job.device},
+    }  # fmt: skip
     return Config.from_tree(tree, source="bench grpo")
 
 

@@ -35,13 +35,9 @@ class Generate:
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         written = self._model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=max(case.new_tokens),
-            num_return_sequences=case.num_answers,
-            output_scores=True,
-            return_dict_in_generate=True,
-        )
+            ids, attention_mask=mask, max_new_tokens=max(case.new_tokens), num_return_sequences=case.num_answers,
+            output_scores=True, return_dict_in_generate=True,
+        )  # fmt: skip
         tokens = written.sequences[:, width:]
         # Not by `compute_transition_scores`, which normalises and copies the scores of all tokens.
         drawn = [

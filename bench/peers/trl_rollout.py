@@ -25,20 +25,10 @@ def _no_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 class Trl:
     def __init__(self, folder: str, output_dir: str) -> None:
         config = GRPOConfig(
-            output_dir=output_dir,
-            model_init_kwargs={"dtype": "float32"},
-            use_cpu=True,
-            bf16=False,
-            per_device_train_batch_size=8,
-            num_generations=8,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            beta=0.0,
-            gradient_checkpointing=False,
-            report_to="none",
-            disable_tqdm=True,
-        )
+            output_dir=output_dir, model_init_kwargs={"dtype": "float32"}, use_cpu=True, bf16=False,
+            per_device_train_batch_size=8, num_generations=8, temperature=1.0, top_k=0, top_p=1.0, beta=0.0,
+            gradient_checkpointing=False, report_to="none", disable_tqdm=True,
+        )  # fmt: skip
         prompts = Dataset.from_list([{"prompt": "none"}] * 8)
         self._trainer = GRPOTrainer(model=folder, reward_funcs=_no_reward, args=config, train_dataset=prompts)
         self._trainer.generation_config.eos_token_id = None

@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks are not part of the installed package
 
 from bench import controller
+from bench.controller import Series
 from bench.controller_work import Job, items, medians_s, rows, time_calls, time_start
 from bench.harness import Row
 
@@ -109,11 +110,9 @@ def test_without_verl_the_rows_against_bare_ray_remain() -> None:
 
 def test_growth_is_the_slope_and_fakes_have_no_peer() -> None:
     bare = {"noop": 0.002, "noop_8": 0.008, "noop_32": 0.032}
-    growth = controller.Growth.of({"practicum": OURS_WITH_FAKES, "bare ray": bare}, JOB)
-    workers, fakes = growth.rows()
+    (workers, fakes), block = controller.growth_of({"practicum": OURS_WITH_FAKES, "bare ray": bare}, JOB)
     assert (rounded(workers.ours), rounded(workers.peer), rounded(workers.ratio)) == (500.0, 1000.0, 2.0)
     assert (rounded(fakes.ours), fakes.peer, fakes.peer_name) == (1.0, None, None)
-    block = growth.as_dict()
     assert set(block["no_op_by_workers"]) == {"practicum", "bare ray"}
     assert list(block["no_op_by_workers"]["practicum"]["ms_by_size"]) == ["2", "8", "32"]
     assert list(block["no_op_by_fakes"]["practicum"]["ms_by_size"]) == ["256", "1024"]
@@ -125,7 +124,7 @@ def test_quick_and_full_runs_have_the_same_rows() -> None:
         parts |= {f"noop_{size}": float(size) for size in job.larger_teams}
         parts |= {f"fakes_{size}": float(size) for size in job.fakes}
         medians = {"practicum": parts, "bare ray": parts}
-        found: list[Row] = [*controller.case_rows(medians), *controller.Growth.of(medians, job).rows()]
+        found: list[Row] = [*controller.case_rows(medians), *controller.growth_of(medians, job)[0]]
         return [(row.case, row.metric, row.peer_name) for row in found]
 
     assert names(controller.QUICK_GROWTH) == names(controller.FULL_GROWTH)
@@ -175,3 +174,29 @@ def test_a_start_that_found_its_processes_running_is_refused(stopped: Any) -> No
     running = stopped(SleepingTeam)(2)
     with pytest.raises(RuntimeError, match="were running before the start-up"):
         time_start(lambda _: running)
+
+
+# Growth in a straight line
+
+
+def test_a_straight_line_has_its_slope_and_explains_everything() -> None:
+    series = Series({32: 1.0 + 32 * 0.5, 2: 1.0 + 2 * 0.5, 8: 1.0 + 8 * 0.5})
+    assert series.slope == pytest.approx(0.5)
+    assert series.r_squared == pytest.approx(1.0)
+
+
+def test_a_fixed_cost_on_top_of_a_straight_line_is_no_growth() -> None:
+    assert Series({2: 3.0, 8: 6.0, 32: 18.0}).worst_growth < 1.0
+
+
+def test_a_cost_that_grows_with_the_square_shows_even_where_the_fit_is_good() -> None:
+    series = Series({size: size**2 / 1e6 for size in (256, 1024, 4096)})
+    assert series.r_squared > 0.9
+    assert series.worst_growth == pytest.approx(4.0)
+
+
+def test_the_environment_block_has_the_points_in_order() -> None:
+    block = Series({8: 0.004, 2: 0.001}).as_dict()
+    assert list(block["ms_by_size"].items()) == [("2", 1.0), ("8", 4.0)]
+    assert block["r_squared"] == 1.0
+    assert block["worst_growth_of_cost_per_worker"] == 1.0

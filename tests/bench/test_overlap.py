@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks a
 
 from bench import overlap
 from bench.harness import Options, UsageError
-from bench.overlap import Pace, best_ratio, speed_rows, take, told
+from bench.overlap import Side, best_ratio, figures, speed_rows, take
 
 
 @pytest.mark.parametrize(
@@ -36,20 +36,20 @@ def test_both_sides_are_measured_and_told(tmp_path: Path, monkeypatch: pytest.Mo
     overlap.write_work(tmp_path)
     overlap.set_delay(tmp_path, 0.05)
     plan = overlap.Plan(num_rounds=1, num_steps=3, num_warm=1, learning_steps=1, held_out=8)
-    paces = {}
+    sides: dict[int, Side] = {}
     for staleness in (0, 1):
         config = overlap.speed_config(tmp_path, "standalone", staleness, f"run-{staleness}", backend="local")
         reports = overlap.trainer_of(config).steps()
-        take(reports, paces.setdefault(staleness, Pace()), plan)
+        take(reports, sides.setdefault(staleness, Side()), plan)
         reports.close()
-    (row,) = speed_rows("standalone", paces, has_peer=True)
+    (row,) = speed_rows("standalone", sides, has_peer=True)
     assert row.peer_name == "staleness=0" and row.ours > 0 and row.ratio is not None
-    assert speed_rows("standalone", paces, has_peer=False)[0].peer is None
-    figures = told("standalone", paces, 0.05)
-    json.dumps(figures)
-    assert figures["reward_takes_s"] == 0.05 and figures["best_possible_ratio"] >= 1
-    assert figures["oldest_token_age"] == 1
-    assert figures["step_s"]["staleness=0"] > 0.05  # it waits for the reward
+    assert speed_rows("standalone", sides, has_peer=False)[0].peer is None
+    told = figures("standalone", sides, 0.05)
+    json.dumps(told)
+    assert told["reward_takes_s"] == 0.05 and told["best_possible_ratio"] >= 1
+    assert told["oldest_token_age"] == 1
+    assert told["step_s"]["staleness=0"] > 0.05  # it waits for the reward
 
 
 def test_it_knows_no_other_peer() -> None:

@@ -16,14 +16,14 @@ from torch.utils.checkpoint import CheckpointError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks are not part of the installed package
 
-from bench import replay, replay_cost, replay_damage, replay_effect, replay_exact, replay_gpu, replay_size
-from bench.contestants.practicum_replay import Side
-from bench.grpo_work import VOCABULARY, write_model
+from bench import replay, replay_cost, replay_exact, replay_gpu
 from bench.harness import Options, Outcome, UsageError
-from bench.replay_damage import Damage
-from bench.replay_models import FAMILIES, Shape, save_family, save_plain
-from bench.replay_work import Learner, load_learner, made_samples, moved_share, policy_loss, to_learn_from
+from bench.models import MIXTURES, VOCABULARY, Shape, save_family, write_model
+from bench.replay import Damage
+from bench.replay_cost import Side
+from bench.replay_exact import Learner, load_learner, moved_share, policy_loss
 from bench.turns import Step, Tally
+from bench.work import made_samples, to_learn_from
 from practicum.replay import RouteReplayer
 from practicum.types import RoutedExperts
 
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 # Exact
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MIXTURES)
 def test_replay_is_exact(family: str, tmp_path: Path) -> None:
     found = replay_exact.exactness(load_learner(save_family(family, tmp_path), CPU))
     assert found.as_recorded == found.gates_with_gradient == 1.0
@@ -76,8 +76,8 @@ def test_two_ranks_are_compared_with_one(tmp_path: Path, ray_session: None) -> N
 def test_samples_are_dealt_out_once() -> None:
     samples = to_learn_from(made_samples(replay_exact.LENGTHS, 16))
     ranks = replay_exact.dealt(samples, num_ranks=2, num_parts=2, budget=40)
-    places = [item.place for batches in ranks for batch in batches for micro in batch.micro_batches for item in micro]
-    assert sorted(places) == list(range(len(samples)))
+    ids = [sample.id for batches in ranks for batch in batches for micro in batch.micro_batches for sample in micro]
+    assert sorted(ids) == sorted(sample.id for sample in samples)
     assert sum(batch.totals.num_tokens for batch in ranks[0]) == sum(answer for _, answer in replay_exact.LENGTHS)
 
 
@@ -86,8 +86,8 @@ def test_samples_are_dealt_out_once() -> None:
 
 def test_the_effect_of_every_mode_is_measured(tmp_path: Path) -> None:
     shape = Shape(4, 64, 16, 16, 4, gates=0.1, experts=2.0, attention=2.0)
-    sizes = replay_effect.Sizes(8, (4, 12), 8)
-    found = replay_effect.measured(save_plain(shape, tmp_path), shape, sizes, CPU)
+    sizes = replay_exact.Sizes(8, (4, 12), 8)
+    found = replay_exact.measured(shape.save(tmp_path), shape, sizes, CPU)
     assert found.moved["disabled"] > 0 and found.moved["R3"] == 0.0
     assert found.moved["R2"] == found.moved["disabled"]  # its record is the trainer's own
     assert found.kl["R3"] < found.kl["disabled"]
@@ -117,7 +117,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> replay_cost.Job:
     folder = tmp_path_factory.mktemp("cost")
     write_model(folder / "model", mixture_of_experts=True)
     made = replay_cost.Job(str(folder), str(folder / "model"), 1, num_samples=4, prompt_tokens=4, new_tokens=3)
-    replay_cost.make_samples(made)
+    made.make_samples()
     return made
 
 
@@ -157,20 +157,20 @@ def test_the_cost_is_that_of_a_step_against_disabled() -> None:
 
 
 def test_sizes_are_those_of_the_code_and_of_plain_arrays() -> None:
-    rows = replay_size.size_rows("size 64,8,2", 64, 8, 2, num_tokens=256)
+    rows = replay.size_rows("size 64,8,2", 64, 8, 2, num_tokens=256)
     sizes = {(row.metric, row.peer_name): row for row in rows if row.peer_name}
-    for kind in replay_size.KINDS:
+    for kind in replay.KINDS:
         metric = f"bytes per token, {kind}"
         assert sizes[metric, "uint8"].peer == 16 and sizes[metric, "int32"].peer == 64
         assert sizes[metric, "bound"].peer == pytest.approx(8.0109, abs=1e-4)  # 2 x log2 C(64, 8) / 8
         assert sizes[metric, "bound"].ours < 1.1 * 8.02
     assert sum("MB/s" in row.metric and row.ours > 0 for row in rows) == 4
-    wide = replay_size.size_rows("size 512,10,1", 512, 10, 1, num_tokens=64)
+    wide = replay.size_rows("size 512,10,1", 512, 10, 1, num_tokens=64)
     assert {row.peer_name for row in wide if row.peer_name} == {"bound", "uint16", "int32"}
 
 
 def test_skewed_routes_are_skewed_in_every_layer_on_its_own() -> None:
-    even, skewed = (replay_size.make_routes(2000, 2, 2, 8, skewed=skewed) for skewed in (False, True))
+    even, skewed = (replay.make_routes(2000, 2, 2, 8, skewed=skewed) for skewed in (False, True))
     assert (even[..., 0] < even[..., 1]).all() and (skewed[..., 0] < skewed[..., 1]).all()
     counts = [np.bincount(skewed[:, layer].ravel(), minlength=8) for layer in range(2)]
     assert all(np.sort(count)[-1] > 3 * np.sort(count)[0] for count in counts)
@@ -179,7 +179,7 @@ def test_skewed_routes_are_skewed_in_every_layer_on_its_own() -> None:
 
 
 def test_memory_is_that_of_the_whole_batch() -> None:
-    rows = replay_size.memory_rows(num_tokens=64)
+    rows = replay.memory_rows(num_tokens=64)
     assert [(row.peer_name, row.peer) for row in rows] == [("uint8", 6.0), ("int32", 24.0)]
     assert 3.7 < rows[0].ours < 5.0
 
@@ -193,6 +193,14 @@ def test_damage_is_counted_over_all_files() -> None:
     assert [row.ours for row in damage.rows("file")] == [1, 3, 0, 0.375]
 
 
+@pytest.mark.parametrize(("harm", "seed"), [(replay.cut_off, 3), (replay.flipped, 4)])
+def test_what_is_read_of_damaged_files_is_right_and_all_there_is(harm: Any, seed: int, tmp_path: Path) -> None:
+    damage = replay.damaged(harm, 60, tmp_path, seed)
+    assert damage.num_files == 60 and damage.num_refused < 30
+    assert damage.num_rows > 0 and damage.num_refused_samples > 0
+    assert damage.num_wrong_rows == damage.num_crashes == damage.num_lost_needlessly == 0
+
+
 # The whole
 
 
@@ -202,11 +210,11 @@ def test_only_what_is_asked_for_is_done(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(
         replay_exact, "exactness", lambda _: done.append("family") or replay_exact.Exactness(*[1.0] * 5)
     )
-    monkeypatch.setattr(replay_effect, "measured", lambda *_: done.append("effect") or replay_effect.Effect(*[{}] * 4))
+    monkeypatch.setattr(replay_exact, "measured", lambda *_: done.append("effect") or replay_exact.Effect(*[{}] * 4))
     monkeypatch.setattr(replay_cost, "contest", lambda _, cases, *__: done.extend(cases) or {c: {} for c in cases})
     monkeypatch.setattr(replay_cost, "case_rows", lambda *_: [])
-    monkeypatch.setattr(replay_size, "size_rows", lambda case, *_: done.append(case) or [])
-    monkeypatch.setattr(replay_damage, "cut_off", lambda *_: done.append("file") or Damage(num_files=1))
+    monkeypatch.setattr(replay, "size_rows", lambda case, *_: done.append(case) or [])
+    monkeypatch.setattr(replay, "damaged", lambda *_: done.append("file") or Damage(num_files=1))
     for case in ("exact olmoe", "FSDP2", "effect tiny", "size 8,2,32", "file, cut off"):
         replay.run(Options(quick=True, peer="none", case=case))
     assert done == ["family", "FSDP2", "effect", "size 8,2,32", "file"]

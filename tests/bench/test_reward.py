@@ -15,11 +15,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks are not part of the installed package
 
-from bench import reward, reward_bare, reward_hostile, reward_ours, reward_replicas
+from bench import reward, reward_ours
 from bench.harness import Options, Row
 from bench.reward_functions import ASYNC, MATH, MATH_IN_THREAD, MISDEEDS, RAISE, RULE, SYNC, compute_score
-from bench.reward_items import Item, hostile_items, math_items, rule_items
-from bench.reward_work import Job, Load, num_lost, timed
+from bench.reward_work import Item, Job, Load, hostile_items, math_items, num_lost, rule_items, timed
 from practicum.reward.graders.math import Math
 from practicum.types import Score
 
@@ -203,10 +202,10 @@ def test_a_silent_zero_is_lost_and_a_stated_failure_is_not() -> None:
 def test_hostile_answers_must_have_their_own_status() -> None:
     timeout, invalid = Score.failed("timeout", "late"), Score.failed("invalid", "raised")
     items = [Item(0, "hang", "?", None), Item(0, "crash", "?", None), Item(0, "4", "4", 1.0)]
-    assert reward_hostile.wrong_ones(items, [timeout, invalid, Score(1.0)]) == []
-    wrong = reward_hostile.wrong_ones(items, [invalid, timeout, Score(0.0)])
+    assert reward_ours.wrong_ones(items, [timeout, invalid, Score(1.0)]) == []
+    wrong = reward_ours.wrong_ones(items, [invalid, timeout, Score(0.0)])
     assert [item for item, _ in wrong] == items
-    assert set(reward_hostile.kinds_of(wrong)) == {
+    assert set(reward_ours.kinds_of(wrong)) == {
         "hang taken for invalid",
         "crash taken for timeout",
         "fine taken for ok",
@@ -214,34 +213,34 @@ def test_hostile_answers_must_have_their_own_status() -> None:
 
 
 def test_the_time_allowed_holds_even_if_one_worker_gets_all_that_hang() -> None:
-    assert reward_hostile.allowed_s(num_hanging=20, rest_s=0.5) == 20 * 2.0 / 4 + 2.0 + 0.5
+    assert reward_ours.allowed_s(num_hanging=20, rest_s=0.5) == 20 * 2.0 / 4 + 2.0 + 0.5
 
 
 def test_a_process_with_our_mark_is_seen_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_hostile, "GONE_WITHIN_S", 0.2)
+    monkeypatch.setattr(reward_ours, "GONE_WITHIN_S", 0.2)
     command = [sys.executable, "-c", "print(flush=True); input()"]
-    env = {**os.environ, reward_hostile.MARK: "test-mark"}
+    env = {**os.environ, reward_ours.MARK: "test-mark"}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert reward_hostile.num_left("test-mark") == 1
-        assert reward_hostile.num_left("another mark") == 0
+        assert reward_ours.num_left("test-mark") == 1
+        assert reward_ours.num_left("another mark") == 0
         process.communicate(b"\n")
-    assert reward_hostile.num_left("test-mark") == 0
+    assert reward_ours.num_left("test-mark") == 0
 
 
 def test_scores_are_compared_where_both_runs_have_one() -> None:
     failed = Score.failed("timeout", "late")
     one, other = [Score(1.0), Score(2.0), failed], [Score(1.0), Score(2.5), Score(9.0)]
-    assert reward_replicas.largest_difference(one, other) == 0.5
-    assert reward_replicas.largest_difference([failed], [failed]) == 0.0
+    assert reward_ours.largest_difference(one, other) == 0.5
+    assert reward_ours.largest_difference([failed], [failed]) == 0.0
 
 
 def test_bare_loops_use_cpu_time() -> None:
     samples = [reward_ours.make_sample(item, [1]) for item in math_items(8)]
     Math().prepare()
-    assert reward_bare.loop_cpu_s(samples) > 0
-    assert reward_bare.loops_cpu_s(samples) > 0
+    assert reward_ours.loop_cpu_s(samples) > 0
+    assert reward_ours.loops_cpu_s(samples) > 0
 
 
 def test_the_sizes_can_be_written_to_a_result_file() -> None:

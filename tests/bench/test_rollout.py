@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks are not part of the installed package
 
-from bench import rollout, rollout_checks
-from bench.contestants.practicum_rollout import Native
-from bench.contestants.talk import talk
-from bench.grpo_work import VOCABULARY, write_model
+from bench import rollout, rollout_ours
+from bench.contestant import Line
+from bench.grpo import rate_rows
 from bench.harness import Options, UsageError
+from bench.models import FAMILIES, VOCABULARY, write_model
 from bench.peers.hf_rollout import ContinuousBatching, Generate
+from bench.rollout_ours import Native, talk
+from bench.rollout_weights import CHANNELS, MEMCPY, measured
 from bench.rollout_work import DENSE, MOE, Case, Job, check, make_cases, one_step, take_steps
 from bench.turns import Contestant, Plan, Step, Tally, take_turns
+from bench.work import native_engine
 
 CASES = ["equal", "mixed", "different", "shared", "equal moe", "mixed moe", "different moe", "shared moe"]
 SMALL = Case(DENSE, [3, 9], [4, 2], num_answers=2)
@@ -88,14 +92,14 @@ def test_whoever_does_not_do_the_work_is_found_out(answers: Any) -> None:
         check(SMALL, answers)
 
 
-class FakeLine:
+class FakeLine(Line):
     """Has a contestant take these steps, and keeps what it says."""
 
     def __init__(self, *told: tuple[int, str]) -> None:
         self._told = [*told, (0, "")]
         self.said: list[Any] = []
 
-    def ready(self, packages: Any) -> None:
+    def ready(self, packages: Any = ()) -> None:
         self.said.append(list(packages))
 
     def wait_for_case(self) -> tuple[int, str]:
@@ -116,7 +120,7 @@ class Honest:
 def test_a_contestant_takes_steps_of_the_case_it_is_told() -> None:
     line: Any = FakeLine((2, "small"), (1, "look"))
     job = Job({DENSE: ""}, {"small": SMALL}, 1, 100)
-    take_steps(line, job, ["torch"], {DENSE: Honest()}, {"look": lambda: {"amount": 0.5}})
+    take_steps(line, job, ["torch"], {DENSE: Honest()}, lambda name: {"amount": 0.5 if name == "look" else 0.0})
     assert line.said == [["torch"], [12, 12], [0.5]]
 
 
@@ -142,12 +146,14 @@ while True:
 @pytest.mark.parametrize("writer", [Native, Generate, ContinuousBatching])
 @pytest.mark.parametrize("case", [SMALL, Case(MOE, [5, 2, 7], [1, 3, 6])], ids=["dense", "moe"])
 def test_everyone_writes_what_is_asked_for(writer: Any, case: Case, models: dict[str, str]) -> None:
-    made = writer(models[case.model])
-    try:
+    with ExitStack() as stack:
+        if writer is Native:
+            made = Native(stack.enter_context(native_engine(models[case.model])))
+        else:
+            made = writer(models[case.model])
+        if writer is ContinuousBatching:
+            stack.callback(made.close)
         assert one_step(case, made, case.prompts(1, VOCABULARY))["amount"] == case.num_tokens
-    finally:
-        if isinstance(made, ContinuousBatching):
-            made.close()
 
 
 def test_log_probs_of_generate_are_those_of_a_forward_pass(models: dict[str, str]) -> None:
@@ -163,18 +169,18 @@ def test_log_probs_of_generate_are_those_of_a_forward_pass(models: dict[str, str
 
 
 def test_a_wrong_log_prob_would_be_seen(models: dict[str, str]) -> None:
-    native = Native(models[DENSE])
-    samples = native.write(SMALL, SMALL.prompts(1, VOCABULARY))
-    assert rollout_checks.largest_difference([(models[DENSE], samples)]) <= 2e-5
+    with native_engine(models[DENSE]) as engine:
+        samples = Native(engine).write(SMALL, SMALL.prompts(1, VOCABULARY))
+    assert rollout_ours.largest_difference([(models[DENSE], samples)]) <= 2e-5
     samples[1].log_probs[2] += 0.25
-    assert rollout_checks.largest_difference([(models[DENSE], samples)]) == pytest.approx(0.25, abs=1e-4)
+    assert rollout_ours.largest_difference([(models[DENSE], samples)]) == pytest.approx(0.25, abs=1e-4)
 
 
 def test_a_family_whose_greedy_tokens_differ_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_checks, "FAMILIES", {"llama": {}, "mixtral": rollout_checks.FAMILIES["mixtral"]})
-    assert rollout_checks.equal_families(tmp_path / "same") == ["llama", "mixtral"]
-    monkeypatch.setattr(rollout_checks, "_greedy", lambda model, prompt, num_tokens: [0])
-    assert rollout_checks.equal_families(tmp_path / "other") == []
+    monkeypatch.setattr(rollout_ours, "FAMILIES", {name: FAMILIES[name] for name in ("llama", "mixtral")})
+    assert rollout_ours.equal_families(tmp_path / "same") == ["llama", "mixtral"]
+    monkeypatch.setattr(rollout_ours, "_greedy", lambda model, prompt, num_tokens: [0])
+    assert rollout_ours.equal_families(tmp_path / "other") == []
 
 
 def test_a_conversation_is_counted_turn_by_turn(tmp_path: Path) -> None:
@@ -194,13 +200,13 @@ def test_operations_are_those_that_torch_counts(models: dict[str, str]) -> None:
         model(input_ids=torch.ones(1, prompt, dtype=torch.long), logits_to_keep=1)
     counted = counter.get_total_flops()
     unseen = 4 * 4 * 4 * 64 * (prompt * prompt - prompt * (prompt + 1) / 2)  # eager attention computes what it masks
-    assert rollout_checks.needed_flops(Case(DENSE, [prompt], [new]), config) == counted - unseen
+    assert rollout_ours.needed_flops(Case(DENSE, [prompt], [new]), config) == counted - unseen
 
 
 def test_answers_to_one_prompt_share_its_reading(models: dict[str, str]) -> None:
     config = json.loads((Path(models[MOE]) / "config.json").read_text())
     once, prompt, both = (
-        rollout_checks.needed_flops(Case(MOE, [8], [new], num), config) for new, num in ((5, 1), (1, 1), (5, 2))
+        rollout_ours.needed_flops(Case(MOE, [8], [new], num), config) for new, num in ((5, 1), (1, 1), (5, 2))
     )
     assert both == 2 * once - prompt
 
@@ -209,23 +215,25 @@ def test_answers_to_one_prompt_share_its_reading(models: dict[str, str]) -> None
 
 
 def test_every_peer_has_its_rows_in_every_case() -> None:
-    rows = rollout.case_rows("equal", TALLIES, 0.25)
-    assert [(row.metric, row.peer_name, row.ratio) for row in rows] == [
+    assert [(row.metric, row.peer_name, row.ratio) for row in rate_rows("equal", TALLIES)] == [
         ("tokens/s", "generate", 2.0),
         ("CPU s per 1000 tokens", "generate", 1.0),
         ("tokens/s", "vllm", 0.5),
         ("CPU s per 1000 tokens", "vllm", 1.0),
-        ("share of the matrix rate", None, None),
     ]
 
 
 def test_without_a_peer_ours_remains() -> None:
-    rows = rollout.case_rows("equal", {"practicum": TALLIES["practicum"]}, 0.25)
-    assert [(row.metric, row.ours, row.peer) for row in rows] == [
+    assert [(row.metric, row.ours, row.peer) for row in rate_rows("equal", {"practicum": TALLIES["practicum"]})] == [
         ("tokens/s", 200.0, None),
         ("CPU s per 1000 tokens", 10.0, None),
-        ("share of the matrix rate", 0.25, None),
     ]
+
+
+def test_every_channel_is_timed_against_a_plain_copy() -> None:
+    times = measured(4_000_000, num_rounds=2)
+    assert times.keys() == {MEMCPY, *CHANNELS}
+    assert all(len(own) == 2 and min(seconds for seconds, _ in own) > 0 for own in times.values())
 
 
 def test_the_demo_compares_our_two_engines() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import struct
 import sys
@@ -11,17 +12,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks are not part of the installed package
 
-from bench import router, router_faults, router_latency, router_load, router_makespan
+from bench import router, router_faults, router_load
 from bench.harness import ContestantError, Options, UsageError
-from bench.programs import PORTS, free_ports, is_listened_to
-from bench.router_client import Answer, Ask, judge
-from bench.router_contestants import OURS, ROUTERS, Setup
-from bench.router_faults import Result, avoided_after, back_after
-from bench.router_load import Round, Turn, read_wrk
-from bench.router_makespan import HINT, NO_HINT, SPEEDS
-from bench.router_scene import KILOBYTE, Entry, light_answer, light_request
-from bench.router_soak import Ledger
-from bench.router_workers import JOB, Emulation, Worker, read_arrivals
+from bench.router import KILOBYTE, OURS, ROUTERS, Setup, light_request, light_response
+from bench.router_faults import HINT, NO_HINT, SPEEDS, Ledger, Verdict, avoided_after, back_after
+from bench.router_load import read_response, read_wrk
+from bench.router_work import JOB, Client, Emulation, Request, Result, Worker, judge, read_arrivals, read_message
+from bench.turns import PORTS, Step, Tally, free_ports, is_listened_to
 
 WRK = """Running 1s test @ http://127.0.0.1:20001/v1/completions
   1 threads and 64 connections
@@ -29,10 +26,6 @@ Requests/sec:  43018.21
 
 RESULT {"requests": 43018, "duration_us": 2000000, "p50_us": 1400, "p99_us": 3042, "failed": 2}
 """
-
-
-def entry(folder: Path, *peers: str) -> Entry:
-    return Entry([OURS, *peers], quick=True, folder=folder)
 
 
 class Weighed:
@@ -48,7 +41,7 @@ class Weighed:
 
 def test_wrk_is_read_by_its_last_line() -> None:
     result = read_wrk(WRK)
-    assert (result["requests"], result["failed"], router_load.rate_of(result)) == (43018, 2, 21509.0)
+    assert (result["requests"], result["failed"], router_load.seconds(result)) == (43018, 2, 2.0)
 
 
 def test_wrk_without_a_result_is_an_error_that_says_what_it_said() -> None:
@@ -56,18 +49,19 @@ def test_wrk_without_a_result_is_an_error_that_says_what_it_said() -> None:
         read_wrk("unable to connect to 127.0.0.1:1 Connection refused\n")
 
 
-def test_load_rows_are_medians_beside_each_peer(tmp_path: Path) -> None:
-    rounds = [
-        Round({OURS: Turn(rate, 20.0, 1.0, 0.0), "nginx": Turn(100.0, 10.0, 1.0, 0.0)}) for rate in (100, 200, 900)
-    ]
-    rate, cpu = router_load.load_rows("case", rounds, entry(tmp_path, "nginx"))
+def test_load_rows_are_medians_beside_each_peer() -> None:
+    def turn(rate: float, cpu_us: float) -> Tally:
+        return Tally([Step(1.0, rate)], cpu_s=rate * cpu_us / 1e6)
+
+    rounds = [{OURS: turn(rate, 20.0), "nginx": turn(100.0, 10.0)} for rate in (100, 200, 900)]
+    rate, cpu = router_load.load_rows("case", rounds)
     assert (rate.metric, rate.ours, rate.peer, rate.ratio) == ("requests/s", 200, 100, 2.0)
-    assert (cpu.metric, cpu.ours, cpu.peer, cpu.ratio) == ("CPU µs per request", 20, 10, 0.5)
-    alone = router_load.load_rows("case", rounds, entry(tmp_path))
+    assert (cpu.metric, cpu.ours, cpu.peer) == ("CPU µs per request", pytest.approx(20), pytest.approx(10))
+    alone = router_load.load_rows("case", [{OURS: one[OURS]} for one in rounds])
     assert [row.peer for row in alone] == [None, None]
 
 
-@pytest.mark.parametrize("text", [light_request(), light_answer()])
+@pytest.mark.parametrize("text", [light_request(), light_response()])
 def test_light_bodies_are_a_kilobyte_of_json_that_fits_into_scripts(text: str) -> None:
     json.loads(text)
     assert len(text) == KILOBYTE
@@ -75,7 +69,9 @@ def test_light_bodies_are_a_kilobyte_of_json_that_fits_into_scripts(text: str) -
 
 
 def test_the_wrk_script_of_each_case_has_its_body(tmp_path: Path) -> None:
-    same, different = (router_load.Wrk.write(tmp_path, case).script.read_text() for case in router_load.CASES)
+    same, different = (
+        router_load.write_script(tmp_path, case).read_text() for case in (router_load.SAME, router_load.DIFFERENT)
+    )
     assert light_request() in same and light_request() in different
     assert "X-Request-Id" in different and "X-Request-Id" not in same
     assert "%%" not in same
@@ -91,27 +87,27 @@ def test_the_wrk_script_of_each_case_has_its_body(tmp_path: Path) -> None:
 )
 def test_an_answer_is_read_to_its_end(pieces: list[bytes]) -> None:
     whole, rest = b"".join(pieces), list(pieces)
-    assert router_latency.read_answer(lambda _: rest.pop(0)) == whole
+    assert read_response(lambda _: rest.pop(0)) == whole
     assert rest == []
 
 
 def test_an_answer_other_than_200_ends_the_measurement() -> None:
     with pytest.raises(ContestantError, match="502"):
-        router_latency.read_answer(lambda _: b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n")
+        read_response(lambda _: b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n")
 
 
 def test_jobs_are_the_same_for_everyone_and_as_much_work_for_every_seed() -> None:
-    plan = router_makespan.FULL
-    first, again, other = (router_makespan.jobs(plan, seed) for seed in (0, 0, 1))
+    jobs = router_faults.FULL_JOBS
+    first, again, other = (jobs.works(seed) for seed in (0, 0, 1))
     assert first == again != other
-    assert len(first) == plan.num_jobs
-    assert sum(first) == pytest.approx(sum(other)) == pytest.approx(plan.num_jobs * plan.mean_work_s)
-    assert router_makespan.ideal_s(first) == pytest.approx(sum(first) / (4 * sum(SPEEDS)))
+    assert len(first) == jobs.num
+    assert sum(first) == pytest.approx(sum(other)) == pytest.approx(jobs.num * jobs.mean_work_s)
+    assert router_faults.ideal_s(first) == pytest.approx(sum(first) / (4 * sum(SPEEDS)))
 
 
-def test_peers_have_the_same_makespan_with_and_without_hint(tmp_path: Path) -> None:
+def test_peers_have_the_same_makespan_with_and_without_hint() -> None:
     found = {(OURS, HINT): [1.0, 1.2], (OURS, NO_HINT): [1.5], ("nginx", NO_HINT): [2.2]}
-    rows = router_makespan.makespan_rows(found, (HINT, NO_HINT), entry(tmp_path, "nginx"))
+    rows = router_faults.makespan_rows(found, (HINT, NO_HINT))
     assert [(row.case, row.ours, row.peer, row.ratio) for row in rows] == [
         (HINT, 1.1, 2.2, 2.0),
         (NO_HINT, 1.5, 2.2, pytest.approx(2.2 / 1.5)),
@@ -137,10 +133,10 @@ def test_a_worker_is_back_with_the_first_window_of_half_a_fair_share() -> None:
 
 def test_fault_rows_name_the_fault_and_lower_is_better() -> None:
     results = {
-        ("kill", OURS): Result(1, 0.5, 2.0, 0.1, {}, 100),
-        ("kill", "naive"): Result(8, 4.0, 1.0, 6.0, {}, 100),
+        ("kill", OURS): Verdict(1, 0.5, 2.0, 0.1, {}, 100),
+        ("kill", "naive"): Verdict(8, 4.0, 1.0, 6.0, {}, 100),
     }
-    rows = router_faults.fault_rows(results, ["kill"], ["naive"])
+    rows = router_faults.fault_rows(results, ["kill"])
     assert [(row.case, row.metric, row.ratio) for row in rows] == [
         ("fault: kill", "failed requests", 8.0),
         ("fault: kill", "s until traffic avoids it", 8.0),
@@ -158,47 +154,79 @@ def test_fault_rows_name_the_fault_and_lower_is_better() -> None:
     ],
 )
 def test_only_its_own_answer_is_one(status: int, body: bytes, expected: tuple[str | None, str | None]) -> None:
-    assert judge(7, status, body) == expected
+    assert judge(7, b"http/1.1 %d oh" % status, body) == expected
 
 
 def test_a_worker_understands_what_the_client_asks() -> None:
-    head, _, body = Ask(7, 0.25, cost=3.0).as_bytes().partition(b"\r\n\r\n")
+    head, _, body = Request(7, 0.25, cost=3.0).as_bytes().partition(b"\r\n\r\n")
     assert b"\r\nx-practicum-cost: 3.000000\r\n" in head + b"\r\n"
     assert f"Content-Length: {len(body)}".encode() in head
     job = JOB.search(body)
     assert job is not None and (job[1], float(job[2])) == (b"7", 0.25)
     compact = json.dumps(json.loads(body), separators=(",", ":")).encode()  # as some routers pass it on
     assert JOB.search(compact) is not None
-    assert b"x-practicum-cost" not in Ask(7, 0.25).as_bytes()
+    assert b"x-practicum-cost" not in Request(7, 0.25).as_bytes()
 
 
 def test_arrivals_outlive_a_worker_that_was_killed_in_mid_write(tmp_path: Path) -> None:
     assert read_arrivals(struct.pack("dd", 1.0, 2.5) + b"\0\0\0") == [1.0, 2.5]
 
 
-def test_a_worker_that_hung_closes_what_it_held_when_it_recovers() -> None:
-    closed: list[str] = []
+def test_a_worker_that_hung_loses_what_it_held_when_it_recovers() -> None:
+    async def hang() -> tuple[object, object, object]:
+        emulation = Emulation(Worker("w0", 0))
+        job = b'{"prompt": "7 0.0 please"}'
+        await emulation.respond(b"post /control/hang http/1.1", b"")
+        held = asyncio.create_task(emulation.respond(b"post / http/1.1", job))
+        await asyncio.sleep(0)
+        is_held = not held.done()
+        await emulation.respond(b"post /control/ok http/1.1", b"")
+        return is_held, await held, await emulation.respond(b"post / http/1.1", job)
 
-    class Transport:
-        def close(self) -> None:
-            closed.append("closed")
+    is_held, lost, answered = asyncio.run(hang())
+    assert is_held and lost is None
+    assert answered == (b"200 OK", b'{"id": "7", "worker": "w0"}')
 
-    emulation = Emulation(Worker("w0", 0))
-    emulation.switch("hang")
-    emulation.hold(Transport())  # type: ignore[arg-type]
-    assert closed == []
-    emulation.switch("ok")
-    assert closed == ["closed"]
+
+@pytest.mark.parametrize(
+    "framed",
+    [
+        b"Content-Length: 4\r\n\r\n{\r\n}",
+        b"Transfer-Encoding: chunked\r\n\r\n3\r\n{\r\n\r\n1\r\n}\r\n0\r\n\r\n",
+    ],
+)
+def test_a_message_is_read_to_its_end_however_it_is_framed(framed: bytes) -> None:
+    async def read() -> list[tuple[bytes, bytes]]:
+        reader = asyncio.StreamReader()
+        reader.feed_data((b"HTTP/1.1 200 OK\r\n" + framed) * 2)
+        return [await read_message(reader) for _ in range(2)]
+
+    assert asyncio.run(read()) == [(b"http/1.1 200 ok", b"{\r\n}")] * 2
+
+
+def test_the_client_sends_every_request_once_and_checks_each_response() -> None:
+    async def ask() -> tuple[list[Result], int]:
+        server = await asyncio.start_server(Emulation(Worker("w0", 0)).serve, "127.0.0.1", 0)
+        results: list[Result] = []
+        client = Client(server.sockets[0].getsockname()[1], (Request(n, 0.001) for n in range(9)), 3, results.append)
+        await client.run()
+        server.close()
+        return results, client.num_unasked
+
+    results, num_unasked = asyncio.run(ask())
+    assert sorted(result.id for result in results) == list(range(9)) and num_unasked == 0
+    assert {(result.worker, result.failure) for result in results} == {("w0", None)}
 
 
 def test_the_ledger_counts_each_request_once() -> None:
     ledger = Ledger(Weighed(), 10)  # type: ignore[arg-type]
     for number in [*range(9), 3]:
         failure = "status 500" if number == 5 else None
-        ledger.note(Answer(number, 0.0, 1.0, None if failure else "w0", failure))
-    assert (ledger.num_twice, ledger.num_failed, ledger.failures) == (1, 2, {"status 500": 1})
+        ledger.note(Result(number, 0.0, 1.0, None if failure else "w0", failure))
+    failed, twice, growth = ledger.rows(num_unasked=3)
+    assert (twice.ours, failed.ours, ledger.failures) == (1 + 3, 2, {"status 500": 1})
     assert list(ledger.rss) == [0.1, 0.5, 1.0]
-    assert ledger.rss_growth == pytest.approx(2.0)
+    assert growth.ours == pytest.approx(2.0)
 
 
 def test_ports_are_free_and_never_given_out_twice() -> None:
@@ -209,7 +237,7 @@ def test_ports_are_free_and_never_given_out_twice() -> None:
 
 def test_our_router_is_told_its_workers_and_the_arguments_of_the_command_line(tmp_path: Path) -> None:
     setup = Setup(tmp_path, 20000, [20001, 20002], response_timeout_s=2.0, arguments=["--policy", "session"])
-    command = " ".join(ROUTERS[OURS](setup).command)
+    command = " ".join(ROUTERS[OURS](setup)[0])
     assert "router --worker http://127.0.0.1:20001 --worker http://127.0.0.1:20002 --host 127.0.0.1" in command
     assert command.endswith("--port 20000 --response-timeout 2.0 --policy session")
 

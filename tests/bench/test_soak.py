@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks a
 
 from bench import soak
 from bench.harness import Options, UsageError
-from bench.soak import DRIVER, HELPERS, RAY, WORKERS, Look, Plan
+from bench.soak import DRIVER, HELPERS, RAY, WORKERS, Plan, Usage
 
 PLAN = Plan(num_steps=4, settled=2, look_every=2, checkpoint_every=2)
 MIB = 2**20
@@ -22,17 +22,17 @@ MIB = 2**20
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("soak")
     soak.prepare(made)
-    looks = soak.soak(made, PLAN, backend="local")
-    assert list(looks) == [2, 4] and all(look[DRIVER].rss > MIB for look in looks.values())
+    usages = soak.soak(made, PLAN, backend="local")
+    assert list(usages) == [2, 4] and all(usage[DRIVER].rss > MIB for usage in usages.values())
     return made
 
 
 def test_growth_is_that_since_the_run_has_settled() -> None:
-    looks = {
-        2: {DRIVER: Look(100 * MIB, 10, 5), RAY: Look(50 * MIB, 7, 7)},
-        4: {DRIVER: Look(103 * MIB, 10, 7), RAY: Look(51 * MIB, 90, 7), WORKERS: Look(MIB, 1, 1)},
+    usages = {
+        2: {DRIVER: Usage(100 * MIB, 10, 5), RAY: Usage(50 * MIB, 7, 7)},
+        4: {DRIVER: Usage(103 * MIB, 10, 7), RAY: Usage(51 * MIB, 90, 7), WORKERS: Usage(MIB, 1, 1)},
     }
-    assert [(row.metric, row.ours) for row in soak.memory_rows(looks, PLAN)] == [
+    assert [(row.metric, row.ours) for row in soak.memory_rows(usages, PLAN)] == [
         ("driver: RSS growth, MiB", 3.0),
         ("driver: more descriptors or threads", 2),
         ("Ray: RSS growth, MiB", 1.0),

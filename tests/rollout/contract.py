@@ -21,6 +21,7 @@ from practicum.controller.loop import run_sync
 from practicum.errors import RolloutError
 from practicum.models import load_model
 from practicum.rollout.base import BaseRollout
+from practicum.rollout.engine.scheduler import Scheduler
 from practicum.rollout.engine.sequence import Sequence
 from practicum.types import Prompt, PromptGroup, Sample, SamplingParams
 from practicum.weights import WeightUpdate
@@ -29,6 +30,21 @@ T = TypeVar("T")
 TEXTS = ["1+2=", "<user>10+20=<bot>", "7", "99+99="]
 CLOSE = 2e-5
 """How far log-probs may be from those of a full forward pass, in float32."""
+
+
+def check_blocks(own: Scheduler) -> None:
+    """Assert that every block and slot belongs to those that hold it and nobody else."""
+    held: dict[int, int] = {}
+    for sequence in own.running:
+        assert len(set(sequence.blocks)) == len(sequence.blocks)
+        for block in sequence.blocks:
+            held[block] = held.get(block, 0) + 1
+    free = set(own._free_blocks)
+    assert len(free) == len(own._free_blocks) and not free & held.keys() and 0 not in free | held.keys()
+    assert len(free) + len(held) == own.num_blocks
+    assert all(own._num_holders[block] == num for block, num in held.items())
+    slots = [sequence.slot for sequence in own.running] + own._free_slots
+    assert sorted(slots) == list(range(own._max_batch))
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:

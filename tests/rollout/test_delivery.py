@@ -156,7 +156,7 @@ async def test_whoever_comes_back_while_the_trainer_learns_gets_the_next_weights
     async with RolloutManager(own, window=8, delivery=delivery, sleeps=False) as manager:
         await manager.update_weights(1)
         meeting.nudge()  # the trainer learns, and only then the replica is back
-        manager._lose(own[1], "killed")
+        manager._mark_failed(own[1], "killed")
         await manager._wait_for_restarts()
         assert "gone" in own[1].problem
         assert manager.healthy == [own[0]] and returns.num_restarts == 1

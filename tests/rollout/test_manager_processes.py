@@ -18,12 +18,12 @@ from practicum.controller import Controller, LocalWorkerGroup, RayClassWithInitA
 from practicum.controller.loop import run_sync
 from practicum.errors import RolloutError, WorkerError
 from practicum.rollout.manager import RolloutManager
-from practicum.rollout.placement import ReplicaSettings, hybrid_manager, open_replicas
+from practicum.rollout.placement import open_replicas
+from practicum.rollout.replica import RolloutReplica
 from practicum.rollout.worker import RolloutWorker
 from practicum.types import PromptGroup
 from tests.rollout.replicas import ModelWeights, groups_of, hf_settings, on_the_loop, written
 
-TIMES = ReplicaSettings(threads=1, start_timeout_s=120.0, call_timeout_s=120.0)
 MAX_BATCH = 16
 
 
@@ -38,7 +38,7 @@ def on_ray(weights: ModelWeights, tiny_model: Path, ray_session: None) -> Iterat
     config = RolloutConfig(engine="hf", placement="colocated", max_batch=MAX_BATCH)
     with RayResourcePool([2], resources_per_process={"CPU": 0.5}) as pool:
         opening = open_replicas(
-            config, Controller(pool, 120.0, 120.0), hf_settings(tiny_model, MAX_BATCH), weights, TIMES
+            config, Controller(pool, 120.0, 120.0), hf_settings(tiny_model, MAX_BATCH), weights, threads=1
         )
         manager = run_sync(opening.__aenter__())
         weights.nudge()  # other weights than in the files that a new process reads
@@ -168,7 +168,7 @@ def test_new_weights_do_not_wait_for_a_replica_that_was_killed(tiny_model: Path,
         weights = ModelWeights(tiny_model, channel="collective")
         config = RolloutConfig(engine="hf", placement="colocated", max_batch=MAX_BATCH)
         controller, settings = Controller(pool, 120.0, 120.0), hf_settings(tiny_model, MAX_BATCH)
-        async with open_replicas(config, controller, settings, weights, TIMES) as manager:
+        async with open_replicas(config, controller, settings, weights, threads=1) as manager:
             await manager.update_weights(1)
             os.kill((await pids(manager))[0], signal.SIGKILL)
             weights.nudge()
@@ -188,7 +188,7 @@ async def in_process(
     """One replica in this process."""
     config = RolloutConfig(engine="hf", placement=placement, max_batch=MAX_BATCH, partial=partial)
     settings = hf_settings(model, MAX_BATCH)
-    async with open_replicas(config, Controller(None, 60.0, 60.0), settings, weights, TIMES) as manager:
+    async with open_replicas(config, Controller(None, 120.0, 120.0), settings, weights, threads=1) as manager:
         await manager.update_weights(1)
         yield manager
 
@@ -248,7 +248,7 @@ async def test_answers_go_on_under_new_weights_with_partial_rollout_alone(
 @on_the_loop
 async def test_the_trainers_own_processes_are_not_started_again(tiny_model: Path) -> None:
     with LocalWorkerGroup(RayClassWithInitArgs(RolloutWorker, hf_settings(tiny_model)), name="learners") as group:
-        manager = hybrid_manager(group, TIMES)
+        manager = RolloutManager([RolloutReplica.hybrid(group)], window=None, delivery=None, sleeps=True)
         assert len(await written(manager, groups_of(4))) == 4
         group.shutdown()
         with pytest.raises((RolloutError, WorkerError), match="learners"):
@@ -273,7 +273,7 @@ async def test_a_replica_that_is_back_while_the_trainer_learns_is_waited_for(
         def lose() -> None:
             weights.nudge()  # what had been sent cannot be sent again
             delivery._ticket = None
-            manager._lose(manager.replicas[0], "it is gone")
+            manager._mark_failed(manager.replicas[0], "it is gone")
             publishing.append(asyncio.create_task(publish()))
 
         came = await at_first(manager, groups_of(64, 40), lose)

@@ -9,11 +9,9 @@ import pytest
 from practicum.config import RolloutConfig
 from practicum.controller import Controller, RayResourcePool
 from practicum.errors import ModelError, ResourceError
-from practicum.rollout.placement import ReplicaSettings, engine_problems, open_replicas, room_problems, window
+from practicum.rollout.placement import engine_problems, open_replicas, room_problems, window
 from tests.rollout.fake_completions import FakeServer
 from tests.rollout.replicas import ModelWeights, groups_of, hf_settings, in_a_loop, written
-
-QUICK = ReplicaSettings(threads=1, start_timeout_s=120.0, call_timeout_s=120.0)
 
 
 def test_what_waits_at_a_replica_depends_on_how_its_engine_batches() -> None:
@@ -56,7 +54,7 @@ async def test_what_keeps_an_engine_from_starting_is_told_as_it_is(tiny_model: P
 async def test_in_this_process_there_is_one(tiny_model: Path) -> None:
     config = RolloutConfig(engine="hf", placement="colocated")
     weights = ModelWeights(tiny_model)
-    async with open_replicas(config, Controller(None, 60, 60), hf_settings(tiny_model), weights, QUICK) as manager:
+    async with open_replicas(config, Controller(None, 60, 60), hf_settings(tiny_model), weights, threads=1) as manager:
         await manager.update_weights(0)
         assert manager.sleeps and len(manager.replicas) == 1
         assert len(await written(manager, groups_of(3))) == 3
@@ -69,11 +67,11 @@ async def test_weights_reach_replicas_that_must_be_invited(tiny_model: Path, ray
     config = RolloutConfig(engine="hf", placement="colocated")
     weights = ModelWeights(tiny_model, channel="collective")
     with RayResourcePool([2], resources_per_process={"CPU": 0.5}) as pool:
-        opening = open_replicas(config, Controller(pool, 120, 120), hf_settings(tiny_model), weights, QUICK)
+        opening = open_replicas(config, Controller(pool, 120, 120), hf_settings(tiny_model), weights, threads=1)
         async with opening as manager:
             weights.nudge()
             await manager.update_weights(4)
-            manager._lose(manager.replicas[1], "for a test")
+            manager._mark_failed(manager.replicas[1], "for a test")
             await manager._wait_for_restarts()
             assert [replica.problem for replica in manager.replicas] == ["", ""]
             samples = [sample for group in await written(manager, groups_of(40)) for sample in group.samples]

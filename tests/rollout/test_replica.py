@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from practicum.controller import LocalWorkerGroup, RayClassWithInitArgs
+from practicum.controller import Controller, LocalWorkerGroup, RayClassWithInitArgs
 from practicum.errors import WorkerDied
 from practicum.rollout.replica import RolloutReplica
 from practicum.rollout.worker import RolloutWorker
@@ -25,7 +25,7 @@ async def generated(replica: RolloutReplica, rank: int, groups: list[PromptGroup
 
 @in_a_loop
 async def test_a_replica_of_its_own_can_be_started_again(tiny_model: Path) -> None:
-    replica = await RolloutReplica.start(3, None, packed(tiny_model), start_timeout_s=60.0, timeout_s=60.0)
+    replica = await RolloutReplica.start(3, Controller(None, 60.0, 60.0), packed(tiny_model))
     assert (replica.name, replica.is_own, replica.num_workers) == ("rollout-3", True, 1)
     for restarts in range(2):
         await replica.wake_up()
@@ -42,7 +42,7 @@ async def test_a_replica_of_its_own_can_be_started_again(tiny_model: Path) -> No
 @in_a_loop
 async def test_in_hybrid_placement_every_rank_of_the_trainer_writes(tiny_model: Path) -> None:
     with LocalWorkerGroup(packed(tiny_model), name="learners", world_size=2) as group:
-        replica = RolloutReplica.hybrid(group, timeout_s=60.0)
+        replica = RolloutReplica.hybrid(group)
         assert (replica.name, replica.is_own, replica.num_workers) == ("learners", False, 2)
         await replica.wake_up()
         for rank in range(2):

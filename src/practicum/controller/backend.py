@@ -28,7 +28,7 @@ class Controller:
         self.world_size = 1 if pool is None else pool.world_size
         self.uses_gpu = pool is not None and pool.use_gpu
         self._start_timeout_s = start_timeout_s
-        self._call_timeout_s = call_timeout_s
+        self.call_timeout_s = call_timeout_s
         self._groups: list[WorkerGroup[Worker]] = []
 
     def group(
@@ -44,7 +44,7 @@ class Controller:
         group: WorkerGroup[W]
         pool = pool or self.pool
         if pool is None:
-            group = LocalWorkerGroup(packed, name=name, timeout_s=self._call_timeout_s)
+            group = LocalWorkerGroup(packed, name=name, timeout_s=self.call_timeout_s)
         else:
             group = RayWorkerGroup(
                 pool,
@@ -52,7 +52,7 @@ class Controller:
                 name=name,
                 use_gpu=use_gpu,
                 start_timeout_s=self._start_timeout_s,
-                timeout_s=self._call_timeout_s,
+                timeout_s=self.call_timeout_s,
             )
         self._groups.append(group)  # type: ignore[arg-type]
         return group

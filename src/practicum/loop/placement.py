@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,13 +38,8 @@ from practicum.reward.router import Router
 from practicum.rollout.engines import EngineSettings
 from practicum.rollout.manager import RolloutManager
 from practicum.rollout.openai import server_address
-from practicum.rollout.placement import (
-    ReplicaSettings,
-    engine_problems,
-    hybrid_manager,
-    open_replicas,
-    room_problems,
-)
+from practicum.rollout.placement import engine_problems, open_replicas, room_problems
+from practicum.rollout.replica import RolloutReplica
 from practicum.rollout.vllm.engine import LORA_RANKS
 from practicum.rollout.worker import RolloutWorker
 from practicum.train import ActorWorker, CriticWorker, ReferenceWorker
@@ -58,6 +53,7 @@ async def open_learners(
     config: Config, controller: Controller, model_path: str
 ) -> AsyncIterator[tuple[LearningGroups, RolloutManager]]:
     """Start the roles that learn, those they are compared with, and the replicas; all end with the block."""
+    timeout_s = config.controller.call_timeout_s
     engine = EngineSettings.of(
         config.rollout,
         model_path,
@@ -65,14 +61,8 @@ async def open_learners(
         dtype=config.model.dtype,
         keep_routes=config.actor.router_replay.mode == "R3",
         adapters=sent_adapters(config),
-        timeout_s=config.controller.call_timeout_s,
+        timeout_s=timeout_s,
         start_timeout_s=config.controller.start_timeout_s,
-    )
-    settings = ReplicaSettings(
-        threads=config.trainer.threads_per_worker,
-        start_timeout_s=config.controller.start_timeout_s,
-        call_timeout_s=config.controller.call_timeout_s,
-        num_spared=_num_spared(config),
     )
     hybrid: dict[str, RayClassWithInitArgs[Any]] = {}
     if config.rollout.placement == "hybrid":
@@ -82,19 +72,20 @@ async def open_learners(
             weights_from="actor",
             agent=config.rollout.agent,
             is_partial=config.rollout.partial,
-            timeout_s=config.controller.call_timeout_s,
+            timeout_s=timeout_s,
         )
+    opening: AbstractAsyncContextManager[RolloutManager]
     async with AsyncExitStack() as stack:
         fused, groups = _open_ranks(stack, config, controller, model_path, hybrid)
         if hybrid:
-            manager = hybrid_manager(fused.role("rollout", RolloutWorker), settings)
-            await stack.enter_async_context(manager)
+            replica = RolloutReplica.hybrid(fused.role("rollout", RolloutWorker))
+            opening = RolloutManager([replica], window=None, silence_s=timeout_s, delivery=None, sleeps=True)
         else:
             engine = _with_router(stack, config, controller, engine)
-            weights = ActorWeights(groups.actors, config.model.dtype, config.controller.call_timeout_s)
-            replicas = open_replicas(config.rollout, controller, engine, weights, settings)
-            manager = await stack.enter_async_context(replicas)
-        yield groups, manager
+            weights = ActorWeights(groups.actors, config.model.dtype, timeout_s)
+            threads, num_spared = config.trainer.threads_per_worker, _num_spared(config)
+            opening = open_replicas(config.rollout, controller, engine, weights, threads=threads, num_spared=num_spared)
+        yield groups, await stack.enter_async_context(opening)
 
 
 @asynccontextmanager

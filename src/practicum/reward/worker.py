@@ -86,6 +86,7 @@ class RewardLoopWorker(Worker):
         self._executors: dict[int, Executor] = {}  # by the identity of the term
         self._open = AsyncExitStack()
         self._starting: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
         """Start what stands behind the executors. Raises RewardError where a grader cannot work at all.
@@ -93,11 +94,19 @@ class RewardLoopWorker(Worker):
         Doing it twice does nothing.
         """
         if self._starting is None:
+            self._loop = asyncio.get_running_loop()
             self._starting = asyncio.ensure_future(self._start())
         await asyncio.shield(self._starting)
 
     async def close(self) -> None:
         """End all that was started, and what is under way. Doing it twice does nothing."""
+        if self._loop in (None, asyncio.get_running_loop()):
+            await self._close()
+        else:  # a group in this process is shut down from another thread
+            assert self._loop is not None
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._close(), self._loop))
+
+    async def _close(self) -> None:
         starting, self._starting = self._starting, None
         if starting is not None:
             starting.cancel()

@@ -140,7 +140,6 @@ class BaseRollout(ABC):
 
     def generate_all(self, groups: Items[PromptGroup]) -> list[PromptGroup]:
         """Write all groups and return them in their order, for callers without an event loop."""
-        from practicum.controller.loop import run_sync
 
         async def generated() -> None:
             async for _ in self.generate(groups):
@@ -232,7 +231,7 @@ class BaseRollout(ABC):
                         held = [one for one in held if not one.is_aborted]
                         for one in aborted:
                             del self._open[one]
-                        yield [(one, aborted_sample(one)) for one in aborted]
+                        yield [(one, one.to_sample(None, 0, "abort")) for one in aborted]  # as it was submitted
                         continue
                     for sequence in held:
                         sequence.is_paused = False
@@ -290,10 +289,3 @@ class _Turn:
     """Of somebody who wants the engine exclusively."""
 
     holds_sequences = False
-
-
-def aborted_sample(sequence: Sequence) -> Sample:
-    """Return what there is of an answer that the engine does not have: what was written before, or nothing."""
-    if sequence.written is not None:
-        return sequence.written
-    return sequence.to_sample(None, 0, "abort")

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from practicum.rollout.engine.loop import LocalRollout
 from practicum.rollout.engine.model import EngineModel
 from practicum.rollout.engine.sampling import draw_each
 from practicum.rollout.engine.sequence import Sequence
+from practicum.types import SamplingParams
 
 
 class HFRollout(LocalRollout):
@@ -41,6 +42,8 @@ class HFRollout(LocalRollout):
         self._max_batch_tokens = max_batch_tokens
         self._queue: list[Sequence] = []
         self._rows: list[Sequence | None] = []  # of the batch that is being written; None where one has ended
+        self._params: list[SamplingParams] = []  # of each row
+        self._drawn: tuple[list[int], list[float]] = [], []  # tokens and log-probs of the rows, as they were drawn last
         # A model's saved generation settings (penalties, its own temperature) would bend what `draw_each` decides.
         pad_id = self.model.tokenizer.pad_token_id
         self.model.module.generation_config = GenerationConfig(pad_token_id=pad_id, do_sample=False)
@@ -55,15 +58,14 @@ class HFRollout(LocalRollout):
     def _step(self) -> None:
         """Write one batch."""
         batch = self._next_batch()
-        self._rows = [*batch]
+        self._rows, self._params = [*batch], [sequence.params for sequence in batch]
         input_ids, mask = _left_padded([sequence.ids for sequence in batch], self.model.tokenizer.pad_token_id)
-        draw = _Draw(self._rows)
         self.model.module.generate(
             torch.from_numpy(input_ids).to(self.model.device),
             attention_mask=torch.from_numpy(mask).to(self.model.device),
             max_new_tokens=max(sequence.max_tokens - sequence.num_tokens for sequence in batch),
-            logits_processor=LogitsProcessorList([draw]),
-            stopping_criteria=StoppingCriteriaList([_Stop(self, draw)]),
+            logits_processor=LogitsProcessorList([self._draw]),
+            stopping_criteria=StoppingCriteriaList([self._take]),
         )
         self._rows = []
 
@@ -82,17 +84,24 @@ class HFRollout(LocalRollout):
         self._queue = [sequence for sequence in self._queue if sequence not in taken]
         return batch
 
-    def _take(self, tokens: list[int], log_probs: list[float]) -> list[bool]:
-        """Take in a token for each row, and what was asked for meanwhile; return which rows have ended."""
+    def _draw(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Draw a token for each row; return scores that leave `generate` no other choice."""
+        uniforms = torch.tensor([0.0 if row is None else row.uniform() for row in self._rows], device=scores.device)
+        self._drawn = draw_each(scores, uniforms, self._params)
+        tokens = torch.tensor(self._drawn[0], device=scores.device)
+        return torch.full_like(scores, float("-inf")).scatter_(-1, tokens[:, None], 0.0)
+
+    def _take(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
+        """Take in the tokens that were drawn, and what was asked for meanwhile; return which rows have ended."""
         ended = []
-        for index, (row, token, log_prob) in enumerate(zip(self._rows, tokens, log_probs, strict=True)):
+        for index, (row, token, log_prob) in enumerate(zip(self._rows, *self._drawn, strict=True)):
             if row is not None and self._push(row, token, log_prob):
                 ended.append(row)
                 self._rows[index] = None
         self._finish(ended)
         self._poll()
         self._deliver()
-        return [row is None for row in self._rows]
+        return torch.tensor([row is None for row in self._rows], device=input_ids.device)
 
     def _add(self, sequences: list[Sequence]) -> None:
         self._queue += sequences
@@ -110,40 +119,8 @@ class HFRollout(LocalRollout):
         return begun
 
     @property
-    def _waiting(self) -> list[Sequence]:
-        return self._queue
-
-    @property
     def _has_work(self) -> bool:
         return bool(self._queue or self._rows)
-
-
-class _Draw(LogitsProcessor):
-    """Draws the token itself and leaves `generate` no other choice."""
-
-    def __init__(self, rows: list[Sequence | None]) -> None:
-        self._rows = rows
-        self._params = [row.params for row in rows if row is not None]
-        self.tokens: list[int] = []  # [rows], as they were drawn last
-        self.log_probs: list[float] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        uniforms = torch.tensor([0.0 if row is None else row.uniform() for row in self._rows], device=scores.device)
-        self.tokens, self.log_probs = draw_each(scores, uniforms, self._params)
-        tokens = torch.tensor(self.tokens, device=scores.device)
-        return torch.full_like(scores, float("-inf")).scatter_(-1, tokens[:, None], 0.0)
-
-
-class _Stop(StoppingCriteria):
-    """Tells `generate` which rows have ended."""
-
-    def __init__(self, engine: HFRollout, draw: _Draw) -> None:
-        self._engine = engine
-        self._draw = draw
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
-        ended = self._engine._take(self._draw.tokens, self._draw.log_probs)
-        return torch.tensor(ended, device=input_ids.device)
 
 
 def _left_padded(prompts: list[NDArray[np.int32]], pad_id: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -103,10 +103,6 @@ class _Worker:
     watch: asyncio.Task[None] | None = None
     heard_at: float = 0.0
 
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.replica.number, self.rank
-
     def add(self, part: _Part) -> None:
         self.parts.add(part)
         self.num_open += len(part.open)
@@ -166,11 +162,11 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         self._calls: set[_Call] = set()
         self._waiting: list[_Part] = []  # a heap
         self._waiting_tokens = 0.0  # expected of them
-        self._sessions: dict[str, tuple[int, int]] = {}  # the worker each is with, by its key
+        self._sessions: dict[str, _Worker] = {}
         self._num_awake = 0  # blocks of `awake`
         self._is_paused = False  # new weights are on their way: workers are sent nothing
         self._is_closed = False
-        self._num_tries = dict.fromkeys((own.number for own in self.replicas), 0)
+        self._num_tries: Counter[int] = Counter()
         self._restarts: dict[int, asyncio.Task[None]] = {}
         self._late: set[int] = set()  # started again when the trainer had learnt on: they wait for the next weights
         self._lifecycle = asyncio.Lock()  # waking, new weights and falling asleep come one after another
@@ -218,7 +214,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         try:
             try:
                 if self._num_awake == 1:
-                    self._forgive()
+                    self._reset_retries()
                     await all_of(self._wake(replica) for replica in self.healthy)
             finally:
                 self._lifecycle.release()
@@ -248,10 +244,10 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
                 async with self._giving:
                     self.version = version
                     await self._give_weights(version)
-                self._forgive()  # now that there are weights to come back to
+                self._reset_retries()  # now that there are weights to come back to
                 if not self.healthy:
                     await self._wait_for_restarts()
-                    if (error := self._hopeless()) is not None:
+                    if (error := self._no_replica_left()) is not None:
                         raise error
                 if not stays_awake:
                     await self._put_to_sleep()
@@ -295,7 +291,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
                 part = {trajectory.number: trajectory for trajectory in own[start : start + size]}
                 cost = self._lengths.expected(group, own[start])
                 self._push(_Part(call, group, part, cost, next(self._numbers)))
-        if (error := self._hopeless()) is not None:
+        if (error := self._no_replica_left()) is not None:
             call.fail(error)
         self._dispatch()
         return call
@@ -314,7 +310,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         for worker in self._workers:
             worker.keep([part for part in worker.parts if part.call is not call])
             if call in worker.streams.values():
-                self._lose(worker.replica, f"it did not abort what it was writing within {_ABORT_S:g} s")
+                self._mark_failed(worker.replica, f"it did not abort what it was writing within {_ABORT_S:g} s")
         self._dispatch()
 
     def _dispatch(self) -> None:
@@ -353,7 +349,6 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         if not free:
             return
         fair = (self._waiting_tokens + sum(load.values())) / len(workers)
-        by_key = {worker.key: worker for worker in workers}
         kept = []  # of sessions whose workers have no room
         while self._waiting:
             open_to_more = [worker for worker in workers if worker in free and load[worker] < fair]
@@ -362,8 +357,9 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
             worker, part = min(open_to_more, key=lambda worker: load[worker]), heapq.heappop(self._waiting)
             self._waiting_tokens -= part.num_tokens
             if (session := part.group.session) is not None:
-                worker = by_key.get(self._sessions.pop(session, worker.key), worker)
-                self._sessions[session] = worker.key  # those nobody has gone on with for long are forgotten first
+                before = self._sessions.pop(session, worker)
+                worker = before if before in load else worker
+                self._sessions[session] = worker  # the sessions that nobody has continued for long are dropped first
                 if worker not in free:
                     kept.append(part)
                     continue
@@ -386,14 +382,14 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
                 async for groups in stream:
                     self._take_in(worker, part_of, groups)
             if any(part in worker.parts for part in parts):
-                self._lose(replica, "it left answers out")
+                self._mark_failed(replica, "it left answers out")
         except WorkerError as error:
             if isinstance(error.cause, RolloutError | TrainingError):  # no other replica would do better
                 raised = type(error.cause)(f"{replica.name}: {error.cause}")
                 raised.__cause__ = error
                 call.fail(raised)
             else:
-                self._lose(replica, error.message)
+                self._mark_failed(replica, error.message)
         except Exception as error:  # such as a prompt that cannot travel: nobody must wait for it for ever
             call.fail(error)
 
@@ -442,16 +438,16 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
             silent_s = time.monotonic() - worker.heard_at
             if silent_s > self._silence_s and not self._is_paused:
                 reason = f"it has not finished an answer for {silent_s:.0f} s, with {num_open} to write"
-                return self._lose(worker.replica, reason)
+                return self._mark_failed(worker.replica, reason)
             await asyncio.sleep(min(_PING_EVERY_S, max(0.0, self._silence_s - silent_s) + 0.01))
             try:
                 await worker.replica.ping(worker.rank)
             except WorkerError as error:
-                return self._lose(worker.replica, error.message)
+                return self._mark_failed(worker.replica, error.message)
 
     # Replicas that are lost
 
-    def _lose(self, replica: RolloutReplica, reason: str) -> None:
+    def _mark_failed(self, replica: RolloutReplica, reason: str) -> None:
         """Give up on a replica for now: all that it had is written by others, or by itself when it is back."""
         if replica.problem or self._is_closed:
             return
@@ -460,7 +456,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         replica.problem = reason
         for worker in self._workers:
             if worker.replica is replica:
-                self._sessions = {session: key for session, key in self._sessions.items() if key != worker.key}
+                self._sessions = {session: own for session, own in self._sessions.items() if own is not worker}
                 for task in (*worker.streams, *([] if worker.watch is None else [worker.watch])):
                     if task is not asyncio.current_task():
                         task.cancel()
@@ -468,12 +464,8 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
                 worker.keep([])
                 for part in parts:
                     self._put_back(part, reason)
-        self._start_again(replica)
+        self._restarts[replica.number] = asyncio.create_task(self._restart(replica))
         self._dispatch()
-
-    def _start_again(self, replica: RolloutReplica) -> None:
-        if replica.number not in self._restarts:
-            self._restarts[replica.number] = asyncio.create_task(self._restart(replica))
 
     async def _restart(self, replica: RolloutReplica) -> None:
         number = replica.number
@@ -501,23 +493,23 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
                 log.warning("%s was lost again and again and stays away: %s", replica.name, replica.problem)
         finally:
             del self._restarts[number]
-            if (hopeless := self._hopeless()) is not None:
-                self._fail_calls(hopeless)
+            if (failure := self._no_replica_left()) is not None:
+                self._fail_calls(failure)
             self._dispatch()
 
-    def _forgive(self) -> None:
-        """Try again whoever stayed away."""
+    def _reset_retries(self) -> None:
+        """Start replicas again that had failed too often."""
         for replica in self.replicas:
             if replica.number not in self._restarts and replica.number not in self._late:
                 self._num_tries[replica.number] = 0
                 if replica.problem:
-                    self._start_again(replica)
+                    self._restarts[replica.number] = asyncio.create_task(self._restart(replica))
 
     async def _wait_for_restarts(self) -> None:
         while self._restarts:  # each has deadlines of its own
             await asyncio.wait(self._restarts.values())
 
-    def _hopeless(self) -> RolloutError | None:
+    def _no_replica_left(self) -> RolloutError | None:
         # New weights, for which late ones wait, are on their way: they are late because the trainer learns.
         if self._restarts or self._late or self.healthy:
             return None
@@ -540,7 +532,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         for replica in late:
             replica.problem = ""
         for replica, problem in failed.items():
-            self._lose(replica, problem)
+            self._mark_failed(replica, problem)
 
     async def _wake(self, replica: RolloutReplica) -> None:
         try:
@@ -548,7 +540,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         except PracticumError as error:
             if not replica.is_own:
                 raise
-            self._lose(replica, str(error))
+            self._mark_failed(replica, str(error))
 
     async def _put_to_sleep(self) -> None:
         """Have replicas fall asleep, unless somebody needs them awake."""

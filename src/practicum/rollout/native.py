@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 
+from practicum.errors import RolloutError
 from practicum.rollout.engine.cpu.runner import CpuRunner
 from practicum.rollout.engine.loop import LocalRollout
 from practicum.rollout.engine.model import ModelRunner
@@ -41,17 +42,8 @@ class NativeRollout(LocalRollout):
         stays_loaded: bool = False,
         runner: type[ModelRunner] | None = None,
     ) -> None:
-        open_runner = partial(
-            runner or CpuRunner,
-            model_path,
-            device=device,
-            dtype=dtype,
-            max_batch=max_batch,
-            cache_gb=cache_gb,
-            keep_routes=keep_routes,
-            stays_loaded=stays_loaded,
-        )
-        super().__init__(open_runner)
+        open_runner = partial(runner or CpuRunner, model_path, device=device, dtype=dtype, max_batch=max_batch)
+        super().__init__(partial(open_runner, cache_gb=cache_gb, keep_routes=keep_routes, stays_loaded=stays_loaded))
         self._scheduler = Scheduler(
             max_batch=max_batch,
             block_size=self.model.block_size,
@@ -67,7 +59,7 @@ class NativeRollout(LocalRollout):
 
     def _wake(self) -> None:
         super()._wake()
-        self._scheduler.reset(self.model.num_blocks)
+        self._scheduler.reset(self.model.num_blocks or 0)
 
     @torch.inference_mode()
     def _step(self) -> None:
@@ -81,7 +73,12 @@ class NativeRollout(LocalRollout):
             if not is_alone:  # those under way do not wait for more than one pass
                 break
         if not scheduler.running and scheduler.waiting:
-            self._refuse(scheduler.waiting[0])
+            first = scheduler.waiting[0]
+            try:
+                what = f"prompt {first.prompt.id} and its answer, let in when there was more memory,"
+                runner.check_room(what, first.num_tokens + 1)
+            except RolloutError as error:
+                self._fail(scheduler.remove([first]), error)
         self._collect(runner.num_behind if self._decode() else 0)
 
     def _decode(self) -> bool:
@@ -113,15 +110,6 @@ class NativeRollout(LocalRollout):
                     ended.append(sequence)
         self._finish(self._scheduler.remove(ended))
 
-    def _refuse(self, sequence: Sequence) -> None:
-        """There are fewer blocks than when it was checked."""
-        scheduler = self._scheduler
-        if (needed := scheduler.blocks_for(sequence.num_tokens + 1)) > scheduler.num_blocks:
-            num_bytes = self.model.block_bytes
-            what = f"prompt {sequence.prompt.id} and its answer, let in when there was more memory,"
-            error = self.model.too_large(what, needed * num_bytes, scheduler.num_blocks * num_bytes / 1e9)
-            self._fail(scheduler.remove([sequence]), error)
-
     def _add(self, sequences: list[Sequence]) -> None:
         self._scheduler.add(sequences)
 
@@ -131,11 +119,7 @@ class NativeRollout(LocalRollout):
 
     def _reset(self) -> list[Sequence]:
         self.model.reset()
-        return self._scheduler.reset(self.model.num_blocks)
-
-    @property
-    def _waiting(self) -> list[Sequence]:
-        return list(self._scheduler.waiting)
+        return self._scheduler.reset(self.model.num_blocks or 0)
 
     @property
     def _has_work(self) -> bool:

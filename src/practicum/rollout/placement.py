@@ -8,28 +8,18 @@ standalone   devices beside the trainer's, never asleep
 from __future__ import annotations
 
 import asyncio
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
-from http.client import HTTPException
 
 from practicum.config import RolloutConfig
-from practicum.controller import (
-    Controller,
-    RayClassWithInitArgs,
-    RayResourcePool,
-    WorkerGroup,
-    num_replicas,
-    places_beside,
-)
+from practicum.controller import Controller, RayClassWithInitArgs, RayResourcePool, num_replicas, places_beside
 from practicum.controller.loop import run_sync
 from practicum.errors import PracticumError, RolloutError, WorkerError
 from practicum.models import load_config, load_tokenizer, num_cores
 from practicum.rollout.delivery import TrainerWeights, WeightDelivery
 from practicum.rollout.engines import EngineSettings
 from practicum.rollout.manager import RolloutManager, all_of
+from practicum.rollout.remote.client import CompletionsClient, ServerFailure
 from practicum.rollout.replica import RolloutReplica
 from practicum.rollout.worker import RolloutWorker
 
@@ -41,71 +31,54 @@ _ASK_S = 5.0
 _SHUT = (401, 403)
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaSettings:
-    """Settings of replicas beside those of their engines."""
-
-    threads: int | None = None
-    """Threads of each replica on CPUs; None divides a machine's cores among its replicas."""
-    start_timeout_s: float = 300.0
-    call_timeout_s: float = 1800.0
-    num_spared: int = 0
-    """Free GPUs that others are going to ask for; standalone replicas leave them."""
-
-
-def hybrid_manager(group: WorkerGroup[RolloutWorker], settings: ReplicaSettings) -> RolloutManager:
-    """Return a manager over the rollout role of the trainer's group."""
-    replica = RolloutReplica.hybrid(group, timeout_s=settings.call_timeout_s)
-    return RolloutManager([replica], window=None, silence_s=settings.call_timeout_s, delivery=None, sleeps=True)
-
-
 @asynccontextmanager
 async def open_replicas(
     config: RolloutConfig,
     controller: Controller,
     engine: EngineSettings,
     weights: TrainerWeights,
-    settings: ReplicaSettings | None = None,
+    *,
+    threads: int | None = None,
+    num_spared: int = 0,
 ) -> AsyncIterator[RolloutManager]:
-    """Start replicas in processes of their own and yield a manager over them; they end with the block."""
-    settings = settings or ReplicaSettings()
+    """Start replicas in processes of their own and yield a manager over them; they end with the block.
+
+    `threads` are those of each replica on CPUs; None divides a machine's cores among its replicas. Standalone replicas
+    leave `num_spared` free GPUs, which others are going to ask for.
+    """
     async with AsyncExitStack() as stack:
-        pool = stack.enter_context(_places(config, controller, settings))
+        pool = stack.enter_context(_places(config, controller, num_spared))
         num = num_replicas(1 if engine.engine == "openai" else config.replicas, pool, "the rollout engine")
         on_node = 1 if pool is None else max(pool.sub_pool(range(num)).process_on_nodes)
         packed = RayClassWithInitArgs(
             RolloutWorker,
             engine,
             agent=config.agent,
-            threads=settings.threads or max(1, num_cores() // on_node),
+            threads=threads or max(1, num_cores() // on_node),
             is_partial=config.partial,
-            timeout_s=settings.call_timeout_s,
+            timeout_s=controller.call_timeout_s,
         )
 
         async def start(number: int) -> RolloutReplica:
             place = None if pool is None else pool.sub_pool([number])
-            times = {"start_timeout_s": settings.start_timeout_s, "timeout_s": settings.call_timeout_s}
-            replica = await RolloutReplica.start(number, place, packed, **times)
+            replica = await RolloutReplica.start(number, controller, packed, place)
             stack.push_async_callback(replica.end)  # even if another does not start
             return replica
 
-        with _unwrapped():
+        try:
             replicas = await all_of(start(number) for number in range(num))
             await weights.open([await replica.where() for replica in replicas])
-            vocab_size = min(
-                len(load_tokenizer(engine.model_path)), load_config(engine.model_path).get_text_config().vocab_size
-            )
-            delivery = WeightDelivery(weights, replicas, vocab_size=vocab_size)
+            num_tokens = len(load_tokenizer(engine.model_path))
+            text_config = load_config(engine.model_path).get_text_config()
+            delivery = WeightDelivery(weights, replicas, vocab_size=min(num_tokens, text_config.vocab_size))
             await delivery.calibrate(replicas)
-        yield await stack.enter_async_context(
-            RolloutManager(
-                replicas,
-                window=window(config),
-                silence_s=settings.call_timeout_s,
-                delivery=delivery,
-                sleeps=config.placement == "colocated",
-            )
-        )
+        except WorkerError as error:
+            if isinstance(error.cause, PracticumError):  # an engine that is not installed is no matter of one of them
+                raise error.cause from error
+            raise
+        sleeps, silence_s = config.placement == "colocated", controller.call_timeout_s
+        manager = RolloutManager(replicas, window=window(config), silence_s=silence_s, delivery=delivery, sleeps=sleeps)
+        yield await stack.enter_async_context(manager)
 
 
 def window(config: RolloutConfig) -> int:
@@ -114,20 +87,7 @@ def window(config: RolloutConfig) -> int:
 
 
 @contextmanager
-def _unwrapped() -> Iterator[None]:
-    """Raise what keeps replicas from starting as it is: an engine that is not installed is no matter of one of them."""
-    try:
-        yield
-    except WorkerError as error:
-        if isinstance(error.cause, PracticumError):
-            raise error.cause from error
-        raise
-
-
-@contextmanager
-def _places(
-    config: RolloutConfig, controller: Controller, settings: ReplicaSettings
-) -> Iterator[RayResourcePool | None]:
+def _places(config: RolloutConfig, controller: Controller, num_spared: int) -> Iterator[RayResourcePool | None]:
     if controller.pool is None or config.placement == "colocated":
         yield controller.pool
     elif config.engine == "openai":  # it only asks others, which takes hardly any room
@@ -139,7 +99,7 @@ def _places(
             config.replicas,
             key="rollout.placement",
             gpus_each=config.vllm.tensor_parallel if config.engine == "vllm" else 1,
-            num_spared=settings.num_spared,
+            num_spared=num_spared,
         ) as pool:
             yield pool
 
@@ -194,27 +154,29 @@ def _server_problems(config: RolloutConfig) -> list[str]:
         return [str(error)]
 
     async def ask() -> list[str]:
-        return await asyncio.gather(*(asyncio.to_thread(_problem_of, server, key) for server in servers))
+        client = CompletionsClient(api_key=key, timeout_s=_ASK_S)
+        try:
+            return await asyncio.gather(*(_problem_of(client, server) for server in servers))
+        finally:
+            await client.close()
 
     return [problem for problem in run_sync(ask()) if problem]
 
 
-def _problem_of(server: str, key: str | None) -> str:
+async def _problem_of(client: CompletionsClient, server: str) -> str:
     """Return what is wrong with a server. One that answers at all is there; whether it can be used is found out when it
     is asked to write."""
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(urllib.request.Request(f"{server}/v1/models", headers=headers), timeout=_ASK_S):
-            return ""
-    except urllib.error.HTTPError as error:
-        with error:
-            if error.code in _SHUT:
-                return (
-                    f"server {server} wants another token ({error.code}): set rollout.openai.api_key_env to the name "
-                    "of the environment variable that holds it."
-                )
-            return f"server {server} is in trouble: it answered {error.code}." if error.code >= 500 else ""
-    except (OSError, HTTPException, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
-        return f"server {server} does not answer ({reason}): start it, or take it out of rollout.openai.servers."
+        await client.call(server, "GET", "/v1/models")
+    except ServerFailure as failure:
+        if failure.status in _SHUT:
+            return (
+                f"server {server} wants another token ({failure.status}): set rollout.openai.api_key_env to the name "
+                "of the environment variable that holds it."
+            )
+        if failure.status is not None:
+            return f"server {server} is in trouble: it answered {failure.status}." if failure.status >= 500 else ""
+        if failure.is_transient:
+            reason = failure.__cause__ or f"nothing within {_ASK_S:g} s"
+            return f"server {server} does not answer ({reason}): start it, or take it out of rollout.openai.servers."
+    return ""

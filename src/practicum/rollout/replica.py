@@ -15,13 +15,7 @@ from collections.abc import AsyncGenerator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from practicum.controller import (
-    LocalWorkerGroup,
-    RayClassWithInitArgs,
-    RayResourcePool,
-    RayWorkerGroup,
-    WorkerGroup,
-)
+from practicum.controller import Controller, RayClassWithInitArgs, RayResourcePool, WorkerGroup
 from practicum.rollout.worker import RolloutWorker
 from practicum.types import PromptGroup
 from practicum.weights import Place, Ticket
@@ -33,38 +27,30 @@ _UNBOUNDED_S = 1e8  # between two lists: the manager knows how long all that a w
 class RolloutReplica:
     """One engine. `problem` says why it does not write; it is empty while it may."""
 
-    def __init__(self, number: int, group: WorkerGroup[RolloutWorker], *, is_own: bool, timeout_s: float) -> None:
-        """`is_own`: its processes are its own. `timeout_s` is for what takes its time, such as new weights."""
+    def __init__(self, number: int, group: WorkerGroup[RolloutWorker], *, is_own: bool) -> None:
+        """`is_own`: its processes are its own."""
         self.number = number
         self.is_own = is_own
         self.problem = ""
         self.num_restarts = 0
-        self._group = group.with_timeout(timeout_s)
+        self._group = group
 
     @classmethod
-    def hybrid(cls, group: WorkerGroup[RolloutWorker], *, timeout_s: float) -> RolloutReplica:
+    def hybrid(cls, group: WorkerGroup[RolloutWorker]) -> RolloutReplica:
         """Take the rollout role of the trainer's group for a replica."""
-        return cls(0, group, is_own=False, timeout_s=timeout_s)
+        return cls(0, group, is_own=False)
 
     @classmethod
     async def start(
         cls,
         number: int,
-        pool: RayResourcePool | None,
+        controller: Controller,
         packed: RayClassWithInitArgs[RolloutWorker],
-        *,
-        start_timeout_s: float,
-        timeout_s: float,
+        pool: RayResourcePool | None = None,
     ) -> RolloutReplica:
-        """Start a replica on the places of a pool, or without one in this process."""
-        name = f"rollout-{number}"
-
-        def start() -> WorkerGroup[RolloutWorker]:
-            if pool is None:
-                return LocalWorkerGroup(packed, name=name, timeout_s=timeout_s)
-            return RayWorkerGroup(pool, packed, name=name, start_timeout_s=start_timeout_s, timeout_s=timeout_s)
-
-        return cls(number, await asyncio.to_thread(start), is_own=True, timeout_s=timeout_s)
+        """Start a replica on the places of a pool; without one on those of the controller, or in this process."""
+        group = await asyncio.to_thread(controller.group, packed, name=f"rollout-{number}", pool=pool)
+        return cls(number, group, is_own=True)
 
     @property
     def name(self) -> str:

@@ -80,7 +80,7 @@ def test_the_urgent_go_first_and_the_rest_in_order(start_worker: StartWorker, st
     assert [seen.head.target for seen in worker.requests] == [b"/first", b"/high", b"/a", b"/b", b"/low"]
 
 
-def test_a_full_waiting_room_turns_the_least_urgent_away(start_worker: StartWorker, start_router: StartRouter) -> None:
+def test_a_full_queue_refuses_the_least_urgent(start_worker: StartWorker, start_router: StartRouter) -> None:
     gate = Gate()
     worker = start_worker(gate)
     router = start_router(worker, max_in_flight=1, max_waiting=1)
@@ -114,7 +114,7 @@ def test_waiting_has_a_deadline_that_says_what_was_waited_for(
         assert f"{worker.url} is paused" in told
 
 
-def test_a_client_that_leaves_the_waiting_room_is_forgotten(
+def test_a_waiting_request_whose_client_leaves_is_forgotten(
     start_worker: StartWorker, start_router: StartRouter
 ) -> None:
     worker = start_worker()
@@ -146,7 +146,7 @@ def test_a_failed_request_goes_to_another_worker(start_worker: StartWorker, star
 
 
 @pytest.mark.parametrize("status", [b"400 Bad", b"404 Not", b"422 Un", b"429 Too", b"501 Not", b"507 Full"])
-def test_other_answers_are_the_workers_and_no_failures(
+def test_other_statuses_are_the_workers_and_no_failures(
     start_worker: StartWorker, start_router: StartRouter, status: bytes
 ) -> None:
     worker, other = start_worker(answer(plain(b"mine", status))), start_worker(answer(plain(b"mine", status)))
@@ -159,7 +159,7 @@ def test_other_answers_are_the_workers_and_no_failures(
     assert [(state["state"], state["failures"]) for state in worker_states(router.url)] == [("up", 0)] * 2
 
 
-def test_a_request_that_is_too_much_for_all_is_told_so_and_held_against_nobody(
+def test_a_request_that_all_workers_fail_gets_an_error_and_counts_against_no_worker(
     start_worker: StartWorker, start_router: StartRouter
 ) -> None:
     workers = [start_worker(answer(plain(b"too hard", b"500 Oh"))) for _ in range(3)]
@@ -245,7 +245,7 @@ def test_the_urgent_come_first_and_among_equals_the_first_to_come() -> None:
     assert served == ["a1", "a2", "b1", "b2", "c1", "c2"]
 
 
-def test_a_full_room_turns_away_the_newest_of_the_least_urgent() -> None:
+def test_a_full_queue_drops_the_newest_of_the_least_urgent() -> None:
     queue = queue_of(4, ("low1", 1), ("low2", 1), ("mid", 5), ("high", 9))
     assert queue.put("urgent", 7) == "low2"
     assert queue.put("another", 7) == "low1"
@@ -254,20 +254,20 @@ def test_a_full_room_turns_away_the_newest_of_the_least_urgent() -> None:
     assert sorted(queue.all()) == ["another", "high", "third", "urgent"]
 
 
-def test_a_full_room_turns_away_a_newcomer_who_is_not_more_urgent() -> None:
+def test_a_full_queue_drops_a_new_request_that_is_not_more_urgent() -> None:
     queue = queue_of(2, ("one", 5), ("two", 5))
     assert queue.put("equal", 5) == "equal"
     assert queue.put("less", 0) == "less"
     assert queue.all() == ["one", "two"]
 
 
-def test_a_room_without_seats_turns_everybody_away() -> None:
+def test_a_queue_without_room_drops_every_request() -> None:
     queue = queue_of(0)
     assert queue.put("one", 9) == "one"
     assert not queue.num and queue.all() == []
 
 
-def test_one_from_the_middle_may_go() -> None:
+def test_a_request_may_leave_from_the_middle() -> None:
     queue = queue_of(5, ("one", 5), ("two", 5), ("three", 5), ("low", 0))
     queue.remove("two", 5)
     assert queue.num == 3 and queue.first() == "one"
@@ -277,7 +277,7 @@ def test_one_from_the_middle_may_go() -> None:
     assert queue.first() == "low"
 
 
-def test_a_seat_left_is_taken_again() -> None:
+def test_room_that_is_left_is_taken_again() -> None:
     queue = queue_of(1, ("one", 5))
     queue.remove("one", 5)
     assert queue.put("two", 0) is None
@@ -299,8 +299,8 @@ def test_as_a_sorted_list_would_do_it(size: int, data: st.DataObject) -> None:
             priority = data.draw(priorities)
             model.append((-priority, number))
             model.sort()
-            turned_away = queue.put(number, priority)
-            assert turned_away == (model.pop()[1] if len(model) > size else None)
+            dropped = queue.put(number, priority)
+            assert dropped == (model.pop()[1] if len(model) > size else None)
         assert queue.num == len(model)
         assert sorted(queue.all()) == sorted(number for _, number in model)
         if model:

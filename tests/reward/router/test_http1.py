@@ -140,7 +140,7 @@ def test_chunked_stays_chunked_even_if_named_in_connection() -> None:
     assert head.raw == head_of(b"POST /grade HTTP/1.1", b"Host: a", b"Transfer-Encoding: chunked")
 
 
-def test_nobody_changes_the_protocol_through_the_router() -> None:
+def test_the_protocol_is_not_changed_through_the_router() -> None:
     head = read(b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAM", b"Content-Length: 3")
     assert head.raw == head_of(b"POST /grade HTTP/1.1", b"Host: a", b"Content-Length: 3")
     assert head.framing == Framing("length", 3) and head.keep_alive
@@ -425,7 +425,7 @@ def test_the_framing_of_a_response(line: bytes, headers: list[bytes], framing: F
         (b"GET / HTTP/1.1", [b"Host: a"]),
     ],
 )
-def test_an_answer_that_could_be_read_in_two_ways_is_refused(line: bytes, headers: list[bytes]) -> None:
+def test_a_response_that_could_be_read_in_two_ways_is_refused(line: bytes, headers: list[bytes]) -> None:
     with pytest.raises(BadMessage):
         respond(*headers, line=line)
 
@@ -444,7 +444,7 @@ def test_a_workers_connection_may_be_used_again(line: bytes, headers: list[bytes
     assert respond(b"Content-Length: 1", *headers, line=line).keep_alive is keep_alive
 
 
-def test_the_size_of_a_whole_answer_is_that_of_what_comes() -> None:
+def test_the_size_of_a_whole_response_is_that_of_what_comes() -> None:
     for headers in ([], [b"Connection: close"], [b"Keep-Alive: timeout=5"]):
         head = respond(b"Content-Length: 7", *headers)
         assert head.whole_size == head.size + 7
@@ -640,7 +640,7 @@ def split(raw: bytes) -> tuple[bytes, bytes]:
     return head + END, body
 
 
-def test_an_answer_is_one_whole_message() -> None:
+def test_a_response_is_one_whole_message() -> None:
     head, body = split(response(200, b"fine", "text/plain", close=False))
     assert head.startswith(b"HTTP/1.1 200 OK\r\n") and body == b"fine"
     read = parse_response(head)
@@ -648,12 +648,12 @@ def test_an_answer_is_one_whole_message() -> None:
     assert b"\r\ncontent-type: text/plain\r\n" in head
 
 
-def test_an_answer_can_end_the_connection() -> None:
+def test_a_response_can_end_the_connection() -> None:
     head, _ = split(response(200, b"", "text/plain", close=True))
     assert not parse_response(head).keep_alive
 
 
-def test_an_answer_may_have_more_headers() -> None:
+def test_a_response_may_have_more_headers() -> None:
     head, body = split(response(405, b"no", "text/plain", close=False, extra=["allow: GET", "x-a: b"]))
     assert b"\r\nallow: GET\r\nx-a: b\r\n" in head and body == b"no"
 

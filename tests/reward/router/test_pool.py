@@ -106,7 +106,7 @@ def test_a_removed_worker_finishes_what_it_has() -> None:
 
 
 @pytest.mark.parametrize("state", State)
-def test_only_who_is_alive_is_ready(state: State) -> None:
+def test_only_healthy_workers_are_ready(state: State) -> None:
     pool = make_pool("round_robin", 1)
     (upstream,) = pool
     upstream.state = state
@@ -117,7 +117,7 @@ def test_only_who_is_alive_is_ready(state: State) -> None:
 
 
 @pytest.mark.parametrize(("what", "status"), [("paused", "paused"), ("draining", "draining")])
-def test_who_is_paused_or_drained_is_out_and_comes_back(what: str, status: str) -> None:
+def test_a_paused_or_drained_worker_is_not_ready_and_comes_back(what: str, status: str) -> None:
     pool = make_pool("least_requests", 2)
     upstream = worker(pool, "http://w0:80")
     setattr(upstream, what, True)
@@ -130,7 +130,7 @@ def test_who_is_paused_or_drained_is_out_and_comes_back(what: str, status: str) 
     assert ready(pool) == {"http://w0:80", "http://w1:80"} and pool.status(upstream) == "up"
 
 
-def test_who_has_old_weights_is_out_until_they_are_new_enough() -> None:
+def test_a_worker_with_old_weights_is_not_ready_until_they_are_new_enough() -> None:
     pool = make_pool("least_requests", 3)
     for version, upstream in zip((None, 4, 5), pool, strict=True):
         upstream.version = version
@@ -145,7 +145,7 @@ def test_who_has_old_weights_is_out_until_they_are_new_enough() -> None:
     assert len(ready(pool)) == 3
 
 
-def test_who_has_all_it_may_have_is_out_until_something_is_done() -> None:
+def test_a_worker_at_its_limit_is_not_ready_until_a_request_is_done() -> None:
     pool = make_pool("least_requests", 2, max_in_flight=2)
     upstream = worker(pool, "http://w0:80")
     requests = [FakeRequest(), FakeRequest()]
@@ -172,7 +172,7 @@ def test_a_limit_can_be_changed() -> None:
 # Room
 
 
-def test_room_is_told_of_when_somebody_becomes_ready_and_only_then() -> None:
+def test_on_ready_is_called_when_a_worker_becomes_ready_and_only_then() -> None:
     pool, calls = watched_fleet(1)
     (upstream,) = pool
     requests = [FakeRequest() for _ in range(3)]
@@ -300,7 +300,7 @@ def test_where_a_worker_is(url: str, address: tuple[str, int]) -> None:
     assert (upstream.tls is not None) is url.startswith("https")
 
 
-def test_a_new_worker_has_nothing_in_hand_and_is_not_known_to_live() -> None:
+def test_a_new_worker_has_nothing_in_flight_and_is_not_known_to_be_up() -> None:
     upstream = Upstream("http://a:1", PoolAverage(), limit=4)
     assert upstream.state is State.STARTING and upstream.reason == "not probed yet"
     assert (len(upstream.in_flight), upstream.backlog, upstream.num_requests, upstream.limit) == (0, 0.0, 0, 4)
@@ -355,7 +355,7 @@ def test_with_many_in_flight_they_are_counted_now_and_then() -> None:
     assert sum(counted) == 4
 
 
-def test_beyond_a_thousand_or_so_nobody_counts() -> None:
+def test_beyond_a_thousand_or_so_they_are_not_counted() -> None:
     upstream, requests = loaded(4000)
     assert upstream.num_older(requests[0]) == 0
     assert upstream.num_older(requests[-1]) is None

@@ -48,7 +48,7 @@ def test_prompts_end_to_end_and_tokens_one_by_one_see_what_they_would_alone(wind
     found = [[part] for part in first[0].split(lengths)]
     for new in range(num_new):
         positions = torch.tensor(lengths) + new
-        cache.step = Decode.of(tables, positions)
+        cache.step = Decode.of(tables, positions, int(positions.max()) + 1)
         query, key, value = (
             torch.cat([one[part][:, :, at : at + 1] for one, at in zip(whole, positions.tolist(), strict=True)])
             for part in range(3)

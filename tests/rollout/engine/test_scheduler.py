@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from practicum.rollout.engine.scheduler import Scheduler, in_order
 from practicum.rollout.engine.sequence import Sequence
 from practicum.types import Prompt, SamplingParams
+from tests.rollout.contract import check_blocks
 
 BLOCK = 4
 
@@ -54,10 +55,10 @@ def test_answers_to_a_prompt_share_the_blocks_that_it_fills() -> None:
     assert len({tuple(sequence.blocks[:2]) for sequence in three}) == 1
     assert len({sequence.blocks[2] for sequence in three}) == len({sequence.slot for sequence in three}) == 3
     assert own.num_free_blocks == 20 - 5
-    own.check()
+    check_blocks(own)
     for left in (16, 17, 20):  # the shared ones go with the last
         own.remove([own.running[0]])
-        own.check()
+        check_blocks(own)
         assert own.num_free_blocks == left
     assert not own.has_work
 
@@ -93,7 +94,7 @@ def test_slots_and_blocks_bound_what_is_admitted() -> None:
     tight.add(answers(5, 9))
     assert sizes(tight.admit()) == [3]  # one that they share, and one each
     assert tight.num_free_blocks == 0 and len(tight.waiting) == 6
-    tight.check()
+    check_blocks(tight)
 
 
 def test_a_block_is_kept_for_each_of_those_under_way() -> None:
@@ -116,7 +117,7 @@ def test_sequences_grow_all_or_none() -> None:
     assert own.grow([first, second]) == [first, second] and own.num_free_blocks == 0
     first.num_launched = BLOCK + 2
     assert own.grow([first]) is None
-    own.check()
+    check_blocks(own)
 
 
 def test_growing_takes_several_blocks_where_there_are_but_no_more_than_it_may_fill() -> None:
@@ -144,7 +145,7 @@ def test_the_youngest_gives_way_and_is_the_first_to_come_back() -> None:
     own.remove([old])
     assert own.admit() == [[young]]  # with all its tokens, in two blocks
     assert len(young.blocks) == 2
-    own.check()
+    check_blocks(own)
 
 
 def test_what_is_begun_is_forgotten_on_beginning_anew_and_what_waits_is_not() -> None:
@@ -156,7 +157,7 @@ def test_what_is_begun_is_forgotten_on_beginning_anew_and_what_waits_is_not() ->
     own.preempt()
     assert own.reset(5) == [begun, preempted]
     assert list(own.waiting) == [waiting] and own.num_free_blocks == own.num_blocks == 5
-    own.check()
+    check_blocks(own)
 
 
 def test_a_block_is_begun_by_its_first_token() -> None:
@@ -223,7 +224,7 @@ def test_all_are_written_whatever_happens_and_every_block_has_its_holders(
             else:
                 own.preempt()
         collect(behind if going else 0)
-        own.check()
+        check_blocks(own)
         if not (own.has_work or coming or flights):
             break
     assert sorted(map(id, [*ended, *aborted])) == sorted(map(id, expected))

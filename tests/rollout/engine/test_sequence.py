@@ -43,12 +43,10 @@ def test_endings(tokenizer: Any) -> None:
     assert plain.of(eos, 1) == "stop"
     assert plain.of(digits[0], 3) is None
     assert plain.of(digits[0], 4) == "length"
-    assert not plain.reads_text
     endless = Ending(SamplingParams(4, ignore_eos=True, stop_token_ids=(digits[1],)), [eos], tokenizer)
     assert endless.of(eos, 1) is None
     assert endless.of(digits[1], 1) == "stop"
     words = Ending(SamplingParams(40, stop=("2+",)), [eos], tokenizer)
-    assert words.reads_text
     assert words.of(digits[1], 2, digits[:2]) is None
     assert words.of(digits[2], 3, digits[:3]) == "stop"
 
@@ -92,7 +90,7 @@ def test_routes_are_of_all_tokens_but_the_last_and_those_it_was_written_with_sta
     sequence = asked(SamplingParams(9))
     assert sequence.routed_experts(shape) is None
     pushed(sequence, [8, 9], tokenizer)
-    sequence.routes = [np.full((3, 2, 2), [3, 1], np.uint8), np.full((1, 2, 2), [5, 0], np.uint8)]
+    sequence.routes = [np.full((3, 2, 2), [1, 3], np.uint8), np.full((1, 2, 2), [0, 5], np.uint8)]
     routes = sequence.routed_experts(shape)
     assert routes is not None
     assert routes.known.tolist() == [True] * 4 + [False]

@@ -39,12 +39,7 @@ _OF_WORKERS: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str
     (CounterMetricFamily, "ejections", "Times it was ejected.", lambda one: one.num_ejections),
     (CounterMetricFamily, "seconds", "Its responses took.", lambda one: one.seconds),
     (GaugeMetricFamily, "in_flight", "Requests it has.", lambda one: len(one.in_flight)),
-    (
-        GaugeMetricFamily,
-        "seconds_per_cost",
-        "Seconds that a unit of cost takes it.",
-        lambda one: one.estimate.seconds_per_cost,
-    ),
+    (GaugeMetricFamily, "seconds_per_cost", "A unit of cost takes it.", lambda one: one.estimate.seconds_per_cost),
     (GaugeMetricFamily, "slots", "Requests it works on at once.", lambda one: one.estimate.slots),
 )
 
@@ -158,7 +153,7 @@ class Admin:
 
     def _check_caller(self, head: RequestHead, peer: tuple[Any, ...] | None) -> None:
         if self._token is None:
-            # A page open in somebody's browser on this machine is not somebody on this machine.
+            # A page in a browser on this machine is not a caller of this machine.
             if not _is_loopback(peer) or head.origin is not None or not _LOCAL_HOST.fullmatch(head.host or b""):
                 raise Refused(403, "no_token", "without a token the control plane serves callers on its machine only.")
             return

@@ -173,7 +173,7 @@ class ClientConnection(asyncio.Protocol):
         if head.framing.kind == "chunked" or length > MAX_ADMIN_BYTES:
             self._refuse_bytes(BadMessage(413, "the control plane takes short bodies with a Content-Length"))
             return b""
-        if len(data) < head.size + length:  # it expects to be told to continue
+        if len(data) < head.size + length:  # it expects `100 Continue`
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._buffer, self._needed = data, head.size + length
             return b""

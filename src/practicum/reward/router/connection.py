@@ -1,7 +1,7 @@
 """One connection to a worker, and the one request that is on it.
 
     open ─▶ idle ─ begin ─▶ busy: request out, response in ─▶ idle again, if both ended cleanly
-                                └─ anything else ─▶ closed, and the handler is told why
+                                └─ anything else ─▶ closed, and the handler gets the reason
 
 It works for a `ResponseHandler`: the proxied request of a client, or a probe. It knows nothing of either.
 """

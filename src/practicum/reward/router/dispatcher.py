@@ -33,25 +33,8 @@ IDLE_S = 4.0
 _LATE_TICKS = 4  # ticks between two checks of those who wait
 _SLOW_TICKS = 20  # ticks between two checks of clients and idle connections
 BOUNDS_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    120.0,
-    300.0,
-    600.0,
-)
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0
+)  # fmt: skip
 
 
 class Stats:

@@ -210,7 +210,7 @@ class CostModel:
         self._header, self._tokens, self._length = self._sources = (CostSource(), CostSource(), CostSource())
 
     def of(self, head: RequestHead, body: bytes) -> tuple[float, CostSource]:
-        """Return a new request's cost, and the source that told it."""
+        """Return a new request's cost, and its source."""
         if head.cost is not None:
             source, value = self._header, head.cost
         elif b"_" in body and (found := _MAX_TOKENS.search(body)):

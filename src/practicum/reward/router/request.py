@@ -238,7 +238,7 @@ class ProxiedRequest(ResponseHandler):
 
     def _may_retry(self, upstream: Upstream, *, reached: bool = True) -> bool:
         """Return whether the budget allows a retry. Without limit: what an ejected worker had, since it must go
-        elsewhere and overloads nobody, and for a while what never reached a worker, since it costs nothing but time."""
+        elsewhere and overloads none, and for a while what never reached a worker, since it costs nothing but time."""
         settings = self._dispatcher.settings
         if not self._keepable or self.num_attempts >= settings.max_attempts:
             return False

@@ -40,7 +40,7 @@ class RouterSettings(BaseModel):
     max_in_flight: int = Field(256, ge=1)
     """Requests one worker may have at a time; the others wait."""
     max_waiting: int = Field(10_000, ge=0)
-    """Requests that may wait for a worker; beyond that the least urgent are turned away with 429 or 503."""
+    """Requests that may wait for a worker; beyond that the least urgent are refused with 429 or 503."""
     wait_timeout_s: float = Field(60.0, gt=0)
     """How long a request may wait for a worker."""
     connect_timeout_s: float = Field(2.0, gt=0)
@@ -67,7 +67,7 @@ class RouterSettings(BaseModel):
     probe_timeout_s: float = Field(1.0, gt=0)
     """How long it may take to answer."""
     eject_after: int = Field(3, ge=1)
-    """Failures in a row, at least, after which a worker may be put out."""
+    """Failures in a row, at least, after which a worker may be ejected."""
     slow_factor: float = Field(5.0, gt=1)
     """A worker that has become this many times slower than it was, and than the others have, gets none either."""
     retrial_s: float = Field(0.5, gt=0)

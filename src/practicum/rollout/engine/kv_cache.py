@@ -42,17 +42,18 @@ class Decode:
     tables: Tensor  # [rows, blocks], the blocks of each row, those of its next token too
     positions: Tensor  # [rows], where the token stands
     places: Tensor  # [rows], where it is kept
+    longest: int  # tokens that the longest row then holds
     _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tables: Tensor, positions: Tensor) -> Decode:
+    def of(cls, tables: Tensor, positions: Tensor, longest: int) -> Decode:
         own = tables.gather(1, (positions // BLOCK)[:, None])[:, 0]
-        return cls(tables, positions, own * BLOCK + positions % BLOCK)
+        return cls(tables, positions, own * BLOCK + positions % BLOCK, longest)
 
     def mask(self, window: int | None) -> Tensor | None:
         """[rows, 1, 1, tokens], added to the scores; None where all rows are full."""
         if window not in self._masks:
-            columns = torch.arange(self.tables.shape[1] * BLOCK, device=self.positions.device)[None]
+            columns = torch.arange(self.longest, device=self.positions.device)[None]
             hidden = columns > self.positions[:, None]
             if window is not None:
                 hidden |= columns <= self.positions[:, None] - window
@@ -115,7 +116,7 @@ class KVCache:
                 part[step.places // BLOCK, :, step.places % BLOCK] = rows
         if isinstance(step, Prefill):
             return key, value
-        return (_gathered(kept[0], step.tables), _gathered(kept[1], step.tables)) if self.gathers else kept
+        return (_gathered(kept[0], step), _gathered(kept[1], step)) if self.gathers else kept
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -171,10 +172,11 @@ class KVCache:
         return out.transpose(1, 2), None
 
 
-def _gathered(kept: Tensor, tables: Tensor) -> Tensor:
-    """What the blocks of each row hold, [rows, heads, tokens, width]."""
+def _gathered(kept: Tensor, step: Decode) -> Tensor:
+    """Return what the blocks of each row hold, [rows, heads, tokens, width]: no more tokens than the longest row has,
+    since in bfloat16 their number changes how sums are rounded."""
     heads = torch.arange(kept.shape[1], device=kept.device)[None, :, None]
-    return kept[tables[:, None], heads].flatten(2, 3)
+    return kept[step.tables[:, None], heads].flatten(2, 3)[:, :, : step.longest]
 
 
 def _decoded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:

@@ -86,7 +86,7 @@ class LocalRollout(BaseRollout):
     async def close(self) -> None:
         """Give all memory back. What is under way fails."""
         if not self._is_closed:
-            shut = self._call(self._shut)
+            shut = self._call(partial(self._shut, list(self._under_way)))
             self._is_closed, self._is_awake = True, False
             await shut
             self._commands.put(None)
@@ -95,26 +95,17 @@ class LocalRollout(BaseRollout):
         """Run it in the engine's thread, between two steps."""
         if self._is_closed:
             raise RolloutError("the engine has been closed")
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[T] = loop.create_future()
-
-        def resolve(value: T | None, error: BaseException | None) -> None:
-            if result.done():
-                return
-            if error is not None:
-                result.set_exception(error)
-            else:
-                result.set_result(value)  # type: ignore[arg-type]
+        result: Future[T] = Future()
+        result.set_running_or_notify_cancel()  # it is done even if nobody waits for it any more
 
         def command() -> None:
             try:
-                outcome = function(), None
+                result.set_result(function())
             except BaseException as error:
-                outcome = None, error  # type: ignore[assignment]
-            _call_soon(loop, resolve, *outcome)
+                result.set_exception(error)
 
         self._commands.put(command)
-        return result
+        return asyncio.wrap_future(result)
 
     # In the engine's thread
 
@@ -158,8 +149,8 @@ class LocalRollout(BaseRollout):
         assert not self._has_work, "update_weights while answers are written"
         self.model.load_weights(update)
 
-    def _shut(self) -> None:
-        self._fail([*self._reset(), *self._remove(self._waiting)], RolloutError("the engine has been closed"))
+    def _shut(self, under_way: list[Sequence]) -> None:
+        self._fail([*self._reset(), *self._remove(under_way)], RolloutError("the engine has been closed"))
         self.model.close()
         self._deliver()
 
@@ -183,10 +174,6 @@ class LocalRollout(BaseRollout):
     @abstractmethod
     def _has_work(self) -> bool: ...
 
-    @property
-    @abstractmethod
-    def _waiting(self) -> list[Sequence]: ...
-
     def _push(self, sequence: Sequence, token: int, log_prob: float) -> bool:
         """Append a token; return whether the answer ends with it."""
         ends = sequence.push(token, log_prob) is not None
@@ -196,6 +183,8 @@ class LocalRollout(BaseRollout):
 
     def _finish(self, sequences: Iterable[Sequence], reason: FinishReason | None = None) -> None:
         shape = self.model.router_shape
+        if shape is not None and (sequences := list(sequences)):
+            self.model.gather_routes()
         for sequence in sequences:
             routes = None if shape is None else sequence.routed_experts(shape)
             sample = sequence.to_sample(self.model.tokenizer, self.model.version, reason, routes)

@@ -44,7 +44,7 @@ class EngineModel:
         self.eos_ids = eos_ids(self.module.generation_config, self.tokenizer)
         self.version = 0
         self.recorder = RouteRecorder(self.module) if keep_routes else None
-        self._stays_loaded = stays_loaded and device.type == "cpu"
+        self._stays_loaded = stays_loaded
         self._shared = False
         self._is_updated = False  # other weights than in its files
         self._sleeping: SleepingWeights | None = None  # since the first sleep of weights of our own
@@ -59,6 +59,9 @@ class EngineModel:
         check_length(request, max_positions(self.module.config), self.path)
         check_tokens(request, self.module.get_input_embeddings().num_embeddings, self.path)
 
+    def gather_routes(self) -> None:
+        """Append all routes that are known to their sequences: a runner may keep those of the last steps together."""
+
     def wake(self) -> None:
         if self._sleeping is not None:
             self._sleeping.wake()
@@ -66,7 +69,9 @@ class EngineModel:
             self.module.to(self.device)
 
     def sleep(self) -> None:
-        if self._shared or self._stays_loaded:  # those of the trainer are not ours to give back
+        if self._shared or (
+            self._stays_loaded and self.device.type == "cpu"
+        ):  # the trainer's are not ours to give back
             return
         if self._sleeping is None:
             load = partial(load_model, self.path, self.module.dtype)
@@ -115,31 +120,39 @@ class EngineModel:
 class ModelRunner(EngineModel, ABC):
     """The model with a cache of keys and values in blocks: it reads and writes what the scheduler says.
 
-    `prefill` and `decode` launch the drawing of one token for each sequence, `collect` returns what the oldest launch
-    has drawn. A device may be as many as `num_behind` launches behind the host.
+    `cache_gb` bounds the memory for keys and values; None takes a third of what is free when it first wakes. `prefill`
+    and `decode` launch the drawing of one token for each sequence, `collect` returns what the oldest launch has drawn.
+    A device may be as many as `num_behind` launches behind the host.
     """
 
     block_size: int
     prefill_tokens: int  # that are read in one pass
     grow_blocks = 1  # that a sequence gets at once
     num_behind = 0
-    num_blocks = 0
+    num_blocks: int | None = None
     """How many blocks the cache has; known when it is awake."""
     block_bytes = 0  # of each
 
-    @abstractmethod
-    def __init__(
-        self,
-        path: str,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_batch: int,
-        cache_gb: float | None,
-        keep_routes: bool = False,
-        stays_loaded: bool = False,
-    ) -> None:
-        super().__init__(path, device=device, dtype=dtype, keep_routes=keep_routes, stays_loaded=stays_loaded)
+    def __init__(self, path: str, *, max_batch: int, cache_gb: float | None, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.max_batch = max_batch
+        self.cache_gb = cache_gb
+
+    def check(self, request: Request) -> None:
+        super().check(request)
+        if self.num_blocks is not None:
+            num_tokens = len(request.prompt_ids) + request.params.max_new_tokens
+            self.check_room(f"prompt {request.prompt.id} and its answer", num_tokens)
+
+    def check_room(self, what: str, num_tokens: int) -> None:
+        """Raise `RolloutError` where the cache has not enough blocks for so many tokens of one sequence."""
+        needed, there = -(-num_tokens // self.block_size), self.num_blocks or 0
+        if needed > there:
+            room_gb = there * self.block_bytes / 1e9 or self.cache_gb
+            raise RolloutError(
+                f"{what} may take {needed * self.block_bytes / 1e9:.3g} GB of keys and values, more than "
+                f"rollout.cache_gb={room_gb:.3g}: raise it, or lower rollout.max_new_tokens."
+            )
 
     @abstractmethod
     def prefill(self, groups: list[list[Sequence]]) -> None:
@@ -162,12 +175,6 @@ class ModelRunner(EngineModel, ABC):
     @abstractmethod
     def reset(self) -> None:
         """Forget what is in flight, after a failure."""
-
-    def too_large(self, what: str, needed: float, cache_gb: float) -> RolloutError:
-        return RolloutError(
-            f"{what} may take {needed / 1e9:.3g} GB of keys and values, more than rollout.cache_gb={cache_gb:g}: raise "
-            "it, or lower rollout.max_new_tokens."
-        )
 
     def unsupported(self, why: str) -> RolloutError:
         return RolloutError(

@@ -126,20 +126,6 @@ class Scheduler:
             self.waiting = deque(sequence for sequence in self.waiting if sequence not in gone)
         return ended
 
-    def check(self) -> None:
-        """Assert that every block and slot belongs to those that hold it and nobody else."""
-        held: dict[int, int] = {}
-        for sequence in self.running:
-            assert len(set(sequence.blocks)) == len(sequence.blocks)
-            for block in sequence.blocks:
-                held[block] = held.get(block, 0) + 1
-        free = set(self._free_blocks)
-        assert len(free) == len(self._free_blocks) and not free & held.keys() and 0 not in free | held.keys()
-        assert len(free) + len(held) == self.num_blocks
-        assert all(self._num_holders[block] == num for block, num in held.items())
-        slots = [sequence.slot for sequence in self.running] + self._free_slots
-        assert sorted(slots) == list(range(self._max_batch))
-
     def _take(self, num: int) -> list[int]:
         assert num <= len(self._free_blocks), "more blocks than there are"
         taken = [self._free_blocks.pop() for _ in range(num)]

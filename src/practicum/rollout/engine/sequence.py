@@ -37,7 +37,7 @@ class Sequence:
 
     __slots__ = (
         "_ending", "_uniforms", "blocks", "done", "finish_reason", "is_aborted", "is_paused", "log_probs", "max_tokens",
-        "num_launched", "num_routed", "num_tokens", "number", "on_tokens", "params", "prompt", "prompt_ids", "routes",
+        "num_launched", "num_tokens", "number", "on_tokens", "params", "prompt", "prompt_ids", "routes",
         "seed", "session", "slot", "token_ids", "written",
     )  # fmt: skip
 
@@ -93,14 +93,13 @@ class Sequence:
         self.written = written
         self.token_ids: list[int] = []  # those that come after `written`, as do the log-probs
         self.log_probs: list[float] = []
-        self.routes: list[NDArray[np.unsignedinteger[Any]]] = []  # [tokens, layers, k] each, from the first token on
+        self.routes: list[NDArray[np.unsignedinteger[Any]]] = []  # [tokens, layers, k], ascending, from the start
         self.num_tokens = len(self.prompt_ids) + self.num_written  # of prompt and answer so far
         self.finish_reason: FinishReason | None = None
         # The scheduler's and the model runner's:
         self.blocks: list[int] = []  # of keys and values
         self.slot = -1  # of its own among those running
         self.num_launched = 0  # tokens that the device was asked for and the host has not read
-        self.num_routed = 0  # tokens whose routes are known
 
     # What is read before the next token
 
@@ -108,6 +107,11 @@ class Sequence:
     def num_written(self) -> int:
         """The number of tokens of the answer when it was submitted."""
         return 0 if self.written is None else len(self.written.token_ids)
+
+    @property
+    def num_routed(self) -> int:
+        """The number of tokens whose routes are known."""
+        return sum(map(len, self.routes))
 
     @property
     def ids(self) -> NDArray[np.int32]:
@@ -188,7 +192,6 @@ class Sequence:
             return None
         num_tokens = self.num_tokens
         experts = np.concatenate(self.routes)
-        experts.sort(axis=-1)
         known = np.ones(num_tokens, np.bool_)
         known[len(experts) :] = False
         blank = np.zeros((num_tokens - len(experts), *experts.shape[1:]), experts.dtype)
@@ -204,11 +207,6 @@ class Ending:
         self._tokenizer = tokenizer
         # A stop text spans at most so many tokens: each is at least a byte, but for special ones, which have no text.
         self._span = max((len(text.encode()) for text in params.stop), default=0) + 8
-
-    @property
-    def reads_text(self) -> bool:
-        """Whether the answer so far must be known, and not only its last token and length."""
-        return bool(self._params.stop)
 
     def of(self, token: int, length: int, recent: Items[int] | NDArray[np.int32] = ()) -> FinishReason | None:
         """Return why the answer ends with `token`, its number `length`, or None; `recent` are its last tokens, where

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import IO
 
@@ -25,6 +24,7 @@ _ALIGNMENT = 256
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 # torch rounds each pinned block up to a power of two: a model in one block could take nearly twice its size.
 _CHUNK_BYTES = 1 << 28
+_Fill = Callable[[Mapping[str, Tensor]], None]  # gives a module's tensors, by name, their memory back
 
 
 class SleepingWeights:
@@ -43,22 +43,22 @@ class SleepingWeights:
         self.num_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
         self.is_awake = True
         self._is_as_loaded = is_as_loaded
-        self._origin: _Origin | None = None  # where the weights come from on waking; None: not kept anywhere yet
+        self._fill: _Fill | None = None  # brings the weights back on waking; None: not kept anywhere yet
         if device.type == "cuda":
             self.sleep()
 
     def changed(self) -> None:
         """While awake: the module has other weights now than its files, and wakes with these."""
         assert self.is_awake, "changed while asleep"
-        self._origin, self._is_as_loaded = None, False
+        self._fill, self._is_as_loaded = None, False
 
     def wake(self) -> None:
         """Bring the weights back; when this returns the device has them. Does nothing when they are there."""
         if self.is_awake:
             return
-        assert self._origin is not None
+        assert self._fill is not None
         try:
-            self._origin.fill(self._tensors)
+            self._fill(self._tensors)
         except BaseException as error:
             self._drop()
             if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -73,27 +73,20 @@ class SleepingWeights:
         """Give the memory back to the device. Does nothing when they are asleep."""
         if not self.is_awake:
             return
-        if self._origin is None:
-            self._origin = self._kept()
+        if self._fill is None:
+            self._fill = self._kept()
         self.is_awake = False
         self._drop()
 
-    def _kept(self) -> _Origin:
+    def _kept(self) -> _Fill:
         if self._device.type == "cuda":
-            return _PinnedCopy(self._tensors, self._device)
-        return _Files(self._tensors, self._load) if self._is_as_loaded else _OwnFile(self._tensors)
+            return _pinned_copy(self._tensors, self._device)
+        return _files(self._tensors, self._load) if self._is_as_loaded else _own_file(self._tensors)
 
     def _drop(self) -> None:
         for tensor in self._tensors.values():
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=self._device)
         give_back_memory(self._device)
-
-
-class _Origin(ABC):
-    """Where the weights come from on waking."""
-
-    @abstractmethod
-    def fill(self, tensors: Mapping[str, Tensor]) -> None: ...
 
 
 class PinnedBytes:
@@ -119,67 +112,73 @@ class PinnedBytes:
         torch.cuda.synchronize(block.device)
 
 
-class _PinnedCopy(_Origin):
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        self._device = device
-        self._spans: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
-        size = 0
+def _pinned_copy(tensors: Mapping[str, Tensor], device: torch.device) -> _Fill:
+    starts: dict[str, int] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        starts[name] = size
+        size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    kept = PinnedBytes(size)
+    for name, tensor in tensors.items():
+        kept.write(starts[name], tensor.detach().contiguous().flatten().view(torch.uint8))
+    shapes = _shapes_of(tensors)
+
+    def fill(tensors: Mapping[str, Tensor]) -> None:
+        block = torch.empty(kept.num_bytes, dtype=torch.uint8, device=device)
+        kept.fill(block)
         for name, tensor in tensors.items():
-            self._spans[name] = (size, tensor.dtype, tensor.shape)
-            size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._kept = PinnedBytes(size)
-        for name, tensor in tensors.items():
-            self._kept.write(self._spans[name][0], tensor.detach().contiguous().flatten().view(torch.uint8))
+            own = block[starts[name] : starts[name] + tensor.dtype.itemsize * shapes[name].numel()]
+            tensor.data = own.view(tensor.dtype).view(shapes[name])
 
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        block = torch.empty(self._kept.num_bytes, dtype=torch.uint8, device=self._device)
-        self._kept.fill(block)
-        for name, tensor in tensors.items():
-            start, dtype, shape = self._spans[name]
-            tensor.data = block[start : start + dtype.itemsize * shape.numel()].view(dtype).view(shape)
+    return fill
 
 
-class _Files(_Origin):
-    def __init__(self, tensors: Mapping[str, Tensor], load: Callable[[], nn.Module]) -> None:
-        self._load = load
-        self._prints = {name: _fingerprint(tensor) for name, tensor in tensors.items()}
+def _files(tensors: Mapping[str, Tensor], load: Callable[[], nn.Module]) -> _Fill:
+    prints = {name: _fingerprint(tensor) for name, tensor in tensors.items()}
 
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        read = _tensors_of(self._load())
+    def fill(tensors: Mapping[str, Tensor]) -> None:
+        read = _tensors_of(load())
         if read.keys() != tensors.keys():
             raise ModelError("the model's files describe another model than before it fell asleep; it stays asleep.")
         for name, tensor in tensors.items():
-            if _fingerprint(read[name]) != self._prints[name]:
+            if _fingerprint(read[name]) != prints[name]:
                 raise ModelError(
                     f"the model's files have changed while it was asleep, first in {name}: scores before and after "
                     "would not be of one model. Put the files back, or start again with the new ones."
                 )
             tensor.data = read[name].data
 
+    return fill
 
-class _OwnFile(_Origin):
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._file: IO[bytes] = tempfile.TemporaryFile(prefix="practicum-asleep-")  # noqa: SIM115 (open while asleep)
-        try:
-            for tensor in tensors.values():
-                self._file.write(_bytes_of(tensor.detach().contiguous()))
-            self._file.flush()
-        except OSError as error:
-            self._file.close()
-            size = gigabytes(sum(tensor.nbytes for tensor in tensors.values()))
-            raise ResourceError(
-                f"the model cannot fall asleep: its weights, {size}, cannot be written to {tempfile.gettempdir()}: "
-                f"{error}. Make room there or set TMPDIR to another folder."
-            ) from error
-        self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
 
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        self._file.seek(0)
+def _own_file(tensors: Mapping[str, Tensor]) -> _Fill:
+    file: IO[bytes] = tempfile.TemporaryFile(prefix="practicum-asleep-")  # noqa: SIM115 (open while asleep)
+    try:
+        for tensor in tensors.values():
+            file.write(_bytes_of(tensor.detach().contiguous()))
+        file.flush()
+    except OSError as error:
+        file.close()
+        size = gigabytes(sum(tensor.nbytes for tensor in tensors.values()))
+        raise ResourceError(
+            f"the model cannot fall asleep: its weights, {size}, cannot be written to {tempfile.gettempdir()}: "
+            f"{error}. Make room there or set TMPDIR to another folder."
+        ) from error
+    shapes = _shapes_of(tensors)
+
+    def fill(tensors: Mapping[str, Tensor]) -> None:
+        file.seek(0)
         for name, tensor in tensors.items():
-            read = torch.empty(self._shapes[name], dtype=tensor.dtype)
-            if self._file.readinto(_bytes_of(read)) != read.nbytes:  # type: ignore[attr-defined]
+            read = torch.empty(shapes[name], dtype=tensor.dtype)
+            if file.readinto(_bytes_of(read)) != read.nbytes:  # type: ignore[attr-defined]
                 raise ModelError("the file that kept the model's weights while it was asleep is incomplete.")
             tensor.data = read
+
+    return fill
+
+
+def _shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

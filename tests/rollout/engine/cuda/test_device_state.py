@@ -75,7 +75,7 @@ def test_tables_grow_with_their_sequences_and_begin_anew_in_a_slot_that_is_taken
     assert state.tables[slot, :2].tolist() == third.blocks
 
 
-def test_launches_are_collected_in_their_order_without_what_has_ended() -> None:
+def test_launches_are_collected_in_their_order() -> None:
     in_flight, own = InFlight(8, None, DEVICE), sequences(5, 3)
     for number in range(2):
         in_flight.tokens[:3] = torch.tensor([1, 2, 3]) + 10 * number
@@ -86,7 +86,7 @@ def test_launches_are_collected_in_their_order_without_what_has_ended() -> None:
     assert len(in_flight) == 2
     assert in_flight.collect() == [(own[0], 1, -0.5), (own[1], 2, -0.5), (own[2], 3, -0.5)]
     own[1].finish_reason = "stop"
-    assert [(sequence.number, token) for sequence, token, _ in in_flight.collect()] == [(0, 11), (2, 13)]
+    assert [(sequence.number, token) for sequence, token, _ in in_flight.collect()] == [(0, 11), (1, 12), (2, 13)]
     assert len(in_flight) == 0
 
 
@@ -112,11 +112,31 @@ def test_routes_of_what_is_read_again_are_kept_once() -> None:
     in_flight.add(own[:1], read(7), [(0, 7)])
     for _ in range(3):
         in_flight.collect()
+    in_flight.gather_routes()
     for sequence, num in zip(own, (7, 6), strict=True):
         routes = np.concatenate(sequence.routes)
         assert len(routes) == sequence.num_routed == num
         assert np.array_equal(routes[:5].ravel(), np.arange(20))
         assert (routes[5] == 7).all()
+
+
+def test_routes_of_steps_go_to_their_sequences_but_for_those_that_have_ended() -> None:
+    shape = RouterShape(layers=np.array([0], np.int32), num_experts=8, k=2)
+    in_flight, own = InFlight(8, shape, DEVICE), sequences(5, 2)
+    in_flight.add(own, torch.zeros(5, 1, 2, dtype=torch.uint8, device=DEVICE), [(0, 5), (0, 5)])
+    in_flight.collect()
+    for step in range(150):
+        in_flight.add(own, torch.tensor([[[step % 5, 7]], [[step % 3, 6]]], dtype=torch.uint8, device=DEVICE))
+        in_flight.collect()
+        assert len(in_flight._steps) <= 64  # what has ended is not kept for long
+    own[1].finish_reason = "stop"
+    in_flight.gather_routes()
+    in_flight.add(own, torch.tensor([[[1, 2]], [[3, 4]]], dtype=torch.uint8, device=DEVICE))
+    in_flight.collect()
+    in_flight.gather_routes()
+    first, second = (np.concatenate(sequence.routes)[5:, 0].tolist() for sequence in own)
+    assert first == [[step % 5, 7] for step in range(150)] + [[1, 2]]
+    assert second == [[step % 3, 6] for step in range(150)]
 
 
 @given(st.integers(1, 3000))

@@ -18,7 +18,7 @@ from practicum.rollout.hf import HFRollout
 from practicum.rollout.native import NativeRollout
 from practicum.types import Prompt, PromptGroup, RoutedExperts, SamplingParams
 from practicum.weights import WeightUpdate
-from tests.rollout.contract import CLOSE, EngineContract, full_forward, run, tokens_of, written
+from tests.rollout.contract import CLOSE, EngineContract, check_blocks, full_forward, run, tokens_of, written
 from tests.rollout.engine.cuda.device import DEVICE, HAS_CUDA, HAS_KERNELS, emulate_cuda
 from tests.rollout.families import save_family
 from tests.rollout.test_native import odd_groups
@@ -89,7 +89,7 @@ def test_it_writes_what_the_runner_for_a_cpu_writes(family: str, tmp_path: Path,
             assert isinstance(one.routes, RoutedExperts) and isinstance(other.routes, RoutedExperts)
             assert np.array_equal(one.routes.experts[:-1], other.routes.experts[:-1])
             assert one.routes.known.tolist() == other.routes.known.tolist()
-    ours._scheduler.check()
+    check_blocks(ours._scheduler)
     run(ours.close())
 
 

@@ -26,7 +26,7 @@ from practicum.rollout.engine.kv_cache import Decode, KVCache, Prefill
 from practicum.rollout.engine.model import ModelRunner, max_positions
 from practicum.rollout.engine.sampling import draw_each
 from practicum.rollout.engine.scheduler import in_order
-from practicum.rollout.engine.sequence import Request, Sequence
+from practicum.rollout.engine.sequence import Sequence
 from practicum.rollout.engine.sleep import free_bytes, keep_freed_memory
 from practicum.weights import WeightUpdate
 
@@ -35,54 +35,26 @@ AGREES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 class CpuRunner(ModelRunner):
-    """`cache_gb` bounds the memory for keys and values; None: a third of what is free when it is first awake."""
-
     block_size = BLOCK
     prefill_tokens = 8192
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_batch: int,
-        cache_gb: float | None,
-        keep_routes: bool = False,
-        stays_loaded: bool = False,
-    ) -> None:
-        super().__init__(
-            path,
-            device=device,
-            dtype=dtype,
-            max_batch=max_batch,
-            cache_gb=cache_gb,
-            keep_routes=keep_routes,
-            stays_loaded=stays_loaded,
-        )
-        self._max_batch = max_batch
-        self._cache_gb = cache_gb
-        self._kernels = load_kernels() if device.type == "cpu" and dtype == torch.float32 else None
+    def __init__(self, path: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        on_cpu = self.device.type == "cpu"
+        self._kernels = load_kernels() if on_cpu and self.module.dtype == torch.float32 else None
         self._cache = KVCache(self._kernels)
         self._fused: FusedDecode | None = None
-        self._tables = np.zeros((max_batch, 1), np.int64)  # the blocks of each slot
+        self._tables = np.zeros((self.max_batch, 1), np.int64)  # the blocks of each slot
         self._drawn: deque[list[tuple[Sequence, int, float]]] = deque()
-        if device.type == "cpu" and not stays_loaded:  # a trainer beside it has memory of its own to care for
+        if on_cpu and not self._stays_loaded:  # a trainer beside it has memory of its own to care for
             keep_freed_memory()
         self._adopt()
-        if cache_gb is not None:
-            self._reserve(int(cache_gb * 1e9))
-
-    def check(self, request: Request) -> None:
-        super().check(request)
-        num_tokens = len(request.prompt_ids) + request.params.max_new_tokens
-        if self._cache_gb is not None and -(-num_tokens // BLOCK) > self.num_blocks:
-            needed = -(-num_tokens // BLOCK) * self.block_bytes
-            raise self.too_large(f"prompt {request.prompt.id} and its answer", needed, self._cache_gb)
+        if self.cache_gb is not None:
+            self._reserve(int(self.cache_gb * 1e9))
 
     def wake(self) -> None:
         super().wake()
-        if not self.num_blocks and self._cache_gb is None:
+        if self.num_blocks is None:
             self._reserve(int(free_bytes(self.device) * _CACHE_SHARE))
 
     def sleep(self) -> None:
@@ -127,7 +99,6 @@ class CpuRunner(ModelRunner):
             if routes is not None:
                 for sequence in group:
                     sequence.routes.append(routes[index][sequence.num_routed :].copy())
-                    sequence.num_routed = lengths[index]
         if copies:
             self._cache.copy(blocks, copies)
         each = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
@@ -141,12 +112,11 @@ class CpuRunner(ModelRunner):
         positions = np.fromiter((sequence.num_tokens - 1 for sequence in sequences), np.int64, num)
         slots = np.fromiter((sequence.slot for sequence in sequences), np.int64, num)
         tables = self._tables[slots, : int(positions.max()) // BLOCK + 1]
-        step = Decode.of(self._on_device(tables), self._on_device(positions))
+        step = Decode.of(self._on_device(tables), self._on_device(positions), int(positions.max()) + 1)
         logits = self._forward(tokens[:, None], positions[:, None], step)[:, 0]
         if self.recorder is not None:
             for sequence, own in zip(sequences, self.recorder.take(), strict=True):
                 sequence.routes.append(own[None].copy())  # a view would keep those of all rows
-                sequence.num_routed += 1
         self._draw(sequences, logits)
 
     def collect(self) -> list[tuple[Sequence, int, float]]:
@@ -200,7 +170,7 @@ class CpuRunner(ModelRunner):
         """Have as many blocks as the memory holds, no more than a full batch of the longest sequences takes."""
         longest = max_positions(self.module.config)
         most = num_bytes // self.block_bytes
-        self.num_blocks = most if longest is None else min(most, self._max_batch * -(-longest // BLOCK))
+        self.num_blocks = most if longest is None else min(most, self.max_batch * -(-longest // BLOCK))
         self._cache.num_blocks = self.num_blocks
 
     def _set_table(self, sequence: Sequence) -> None:
@@ -282,7 +252,7 @@ class CpuRunner(ModelRunner):
         parts = [self._forward(*short, Prefill([5, 3], places))[0, :5]]
         for at in range(5, len(ids)):
             positions = np.array([at, at - 2])
-            step = Decode.of(torch.tensor([[1], [2]]), torch.from_numpy(positions))
+            step = Decode.of(torch.tensor([[1], [2]]), torch.from_numpy(positions), at + 1)
             parts.append(self._forward(ids[positions][:, None], positions[:, None], step)[0])
         return torch.cat(parts).float().log_softmax(-1)
 

@@ -18,6 +18,7 @@ from practicum.rollout.engine.sequence import Sequence
 
 _MAX_TOP_K = 2**31 - 1
 _NUM_BUFFERS = 4  # launches that the host has room for
+_MAX_STEPS = 64  # whose routes are kept together
 
 
 class DeviceState:
@@ -96,12 +97,15 @@ class InFlight:
         self._host_log_probs = torch.zeros(_NUM_BUFFERS, max_rows, dtype=torch.float32, pin_memory=True)
         self._launches: deque[_Launch] = deque()
         self._num_launched = 0
+        self._steps: list[NDArray[np.unsignedinteger[Any]]] = []  # [sequences, layers, k] of decoding steps
+        self._steps_of: Items[Sequence] = []
 
     def __len__(self) -> int:
         return len(self._launches)
 
     def clear(self) -> None:
         self._launches.clear()
+        self._steps.clear()
 
     def empty_routes(self, num_tokens: int) -> Tensor | None:
         """Return room for routes [tokens, layers that route, k] on the device, if they are kept."""
@@ -128,30 +132,43 @@ class InFlight:
         self._launches.append(_Launch(sequences, buffer, is_done, host_routes, spans))
 
     def collect(self) -> list[tuple[Sequence, int, float]]:
-        """Wait for the oldest launch; return the sequences that have not ended meanwhile, with what was drawn."""
+        """Wait for the oldest launch; return what was drawn for each of its sequences, ended ones too."""
         launch = self._launches.popleft()
         launch.is_done.synchronize()
-        num = len(launch.sequences)
-        tokens = self._host_tokens[launch.buffer, :num].tolist()
-        log_probs = self._host_log_probs[launch.buffer, :num].tolist()
-        routes = None
+        sequences, num = launch.sequences, len(launch.sequences)
+        tokens, log_probs = self._host_tokens[launch.buffer, :num], self._host_log_probs[launch.buffer, :num]
+        goes_on = [sequence.finish_reason is None for sequence in sequences]  # it has not ended in the launch before
+        if np.isnan(log_probs.numpy()[goes_on]).any():
+            raise TrainingError(
+                "the model's logits are no longer numbers: its weights are spoilt. Go back to a checkpoint from "
+                "before and lower actor.lr."
+            )
         if launch.routes is not None and self._shape is not None:
             routes = launch.routes.numpy().astype(self._shape.dtype, copy=False)
-        found = []
-        for number, (sequence, token, log_prob) in enumerate(zip(launch.sequences, tokens, log_probs, strict=True)):
-            if sequence.finish_reason is not None:  # it has ended in the launch before
-                continue
-            if log_prob != log_prob:
-                raise TrainingError(
-                    "the model's logits are no longer numbers: its weights are spoilt. Go back to a checkpoint from "
-                    "before and lower actor.lr."
-                )
-            if routes is not None:
-                first, last = (number, number + 1) if launch.spans is None else launch.spans[number]
-                own = routes[first:last]
-                if launch.spans is not None:  # a preempted sequence is read again: its first routes are known
-                    own = own[sequence.num_routed :]
+            if launch.spans is None and all(goes_on):
+                if self._steps_of is not sequences or len(self._steps) == _MAX_STEPS:
+                    self.gather_routes()
+                self._steps_of = sequences
+                self._steps.append(routes)
+            else:
+                self._append_routes(launch, routes)
+        return list(zip(sequences, tokens.tolist(), log_probs.tolist(), strict=True))
+
+    def gather_routes(self) -> None:
+        """Append the routes of the steps that were collected last to their sequences.
+
+        They are kept step by step until then: to do it for each token would take the host longer than the device.
+        """
+        if self._steps:
+            for sequence, own in zip(self._steps_of, np.stack(self._steps, axis=1), strict=True):
                 sequence.routes.append(own.copy())
-                sequence.num_routed += len(own)
-            found.append((sequence, token, log_prob))
-        return found
+            self._steps.clear()
+
+    def _append_routes(self, launch: _Launch, routes: NDArray[np.unsignedinteger[Any]]) -> None:
+        self.gather_routes()
+        spans = launch.spans or [(number, number + 1) for number in range(len(launch.sequences))]
+        for sequence, (first, last) in zip(launch.sequences, spans, strict=True):
+            if sequence.finish_reason is None:
+                # A preempted sequence is read again: its first routes are known.
+                own = routes[first:last] if launch.spans is None else routes[first:last][sequence.num_routed :]
+                sequence.routes.append(own.copy())

@@ -57,8 +57,10 @@ def _route_kernel(
     tl.store(choices + token * K + which, chosen, mask=is_one)
     place = tl.atomic_add(counts + chosen, 1, mask=is_one)
     tl.store(lists + chosen.to(tl.int64) * capacity + place, (token * K + which).to(tl.int32), mask=is_one)
-    if RECORDS:
-        tl.store(routes + token * route_stride + which, chosen.to(routes.dtype.element_ty), mask=is_one)
+    if RECORDS:  # in ascending order
+        is_less = (chosen[None, :] < chosen[:, None]) & is_one[None, :]
+        rank = tl.sum(is_less.to(tl.int32), 1)
+        tl.store(routes + token * route_stride + rank, chosen.to(routes.dtype.element_ty), mask=is_one)
 
 
 @triton.jit
@@ -186,7 +188,8 @@ class Router:
 def experts(x: Tensor, router: Router, gate_up: Tensor, down: Tensor, counts: Tensor, routes: Tensor | None) -> Tensor:
     """Return the weighted outputs [tokens, k, width] of the k experts of each token, from x [tokens, width].
 
-    `counts` [experts] must be zero. The chosen experts are written to `routes` [tokens, k], where that is given.
+    `counts` [experts] must be zero. The chosen experts are written to `routes` [tokens, k], where that is given, in
+    ascending order.
     """
     tokens, width = x.shape
     num, _, num_inner = down.shape

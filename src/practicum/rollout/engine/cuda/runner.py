@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from practicum.rollout.engine.cuda.sampling import sample
 from practicum.rollout.engine.cuda.virtual_memory import VirtualMemory
 from practicum.rollout.engine.cuda.weights import DeviceWeights
 from practicum.rollout.engine.model import ModelRunner, max_positions
-from practicum.rollout.engine.sequence import Request, Sequence
+from practicum.rollout.engine.sequence import Sequence
 from practicum.rollout.engine.sleep import free_bytes, gigabytes, give_back_memory
 from practicum.types import Prompt, SamplingParams
 from practicum.weights import WeightUpdate
@@ -42,33 +43,21 @@ Ids = NDArray[np.int32]
 
 
 class CudaRunner(ModelRunner):
-    """`cache_gb` bounds the memory for keys and values; None takes a third of what is free on the first wake.
-
-    `stays_loaded` says that a trainer computes in this process while the engine sleeps: it uses the memory that torch
-    has cached, which then is not given back.
-    """
+    """With `stays_loaded` a trainer computes in this process while the engine sleeps: the memory that torch has cached,
+    which it uses, is not given back."""
 
     block_size = BLOCK_SIZE
     prefill_tokens = 16384
     grow_blocks = 4
     num_behind = 1
 
-    def __init__(
-        self,
-        path: str, *, device: torch.device, dtype: torch.dtype, max_batch: int, cache_gb: float | None,
-        keep_routes: bool = False, stays_loaded: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, path: str, *, device: torch.device, **options: Any) -> None:
         if device.index not in (None, torch.cuda.current_device()):
             raise RolloutError(f"{device} is not the device of this process: choose it by CUDA_VISIBLE_DEVICES.")
-        super().__init__(
-            path, device=device, dtype=dtype, max_batch=max_batch, cache_gb=cache_gb, keep_routes=keep_routes
-        )
-        self._max_batch = max_batch
-        self._cache_gb = cache_gb
-        self._stays_loaded = stays_loaded
+        super().__init__(path, device=device, **options)
         self._fused = FusedModel(self.module)
         self._weights = DeviceWeights(self.module, self.device)
-        self.block_bytes = self._fused.values_per_token * BLOCK_SIZE * dtype.itemsize
+        self.block_bytes = self._fused.values_per_token * BLOCK_SIZE * self.module.dtype.itemsize
         self._cache: VirtualMemory | None = None  # all that `_open` makes is there with it
         self._is_awake = False
         self._last: Items[Sequence] = []  # the sequences of the last launch, if that decoded
@@ -114,18 +103,6 @@ class CudaRunner(ModelRunner):
         self._weights.close()
         super().close()
 
-    def check(self, request: Request) -> None:
-        super().check(request)
-        if self._cache is not None:
-            num_tokens = len(request.prompt_ids) + request.params.max_new_tokens
-            self.check_room(f"prompt {request.prompt.id} and its answer", num_tokens)
-
-    def check_room(self, what: str, num_tokens: int) -> None:
-        """Raise `RolloutError` where the cache has not enough blocks for so many tokens of one sequence."""
-        needed = -(-num_tokens // BLOCK_SIZE)
-        if needed > self.num_blocks:
-            raise self.too_large(what, needed * self.block_bytes, self.num_blocks * self.block_bytes / 1e9)
-
     @property
     def held_bytes(self) -> int:
         """The memory of the device that weights and cache take while it is awake."""
@@ -134,7 +111,7 @@ class CudaRunner(ModelRunner):
     def _room(self) -> int:
         """Return the bytes for the cache: what was asked for, as far as it is there, or a share of what is free."""
         free = free_bytes(self.device) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return int(free * _CACHE_SHARE if self._cache_gb is None else min(self._cache_gb * 1e9, free * _MAX_SHARE))
+        return int(free * _CACHE_SHARE if self.cache_gb is None else min(self.cache_gb * 1e9, free * _MAX_SHARE))
 
     def _open(self) -> None:
         """Make what stays: addresses for the cache, the state of sequences on the device, graphs; and try it all."""
@@ -143,9 +120,9 @@ class CudaRunner(ModelRunner):
         try:
             longest = max_positions(self.module.config) or 1 << 20
             max_blocks = -(-longest // BLOCK_SIZE) + self.grow_blocks
-            self._state = DeviceState(self._max_batch, max_blocks, self.device)
-            self._in_flight = InFlight(graph_size(self._max_batch), self.router_shape, self.device)
-            self._graphs = DecodeGraphs(self._step, self._max_batch, self._max_batch, self.device)
+            self._state = DeviceState(self.max_batch, max_blocks, self.device)
+            self._in_flight = InFlight(graph_size(self.max_batch), self.router_shape, self.device)
+            self._graphs = DecodeGraphs(self._step, self.max_batch, self.max_batch, self.device)
             self._num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
             self._map(cache, self._cache_bytes)
             num = self._cache_bytes // self.block_bytes
@@ -224,11 +201,14 @@ class CudaRunner(ModelRunner):
         splits = num_splits(graph_size(num) * self._fused.kv_heads, tiles, self._num_processors)
         self._graphs.run(num, splits, self._filters)
         routes = self._in_flight.routes
-        self._in_flight.add(sequences, None if routes is None else routes[:num])
+        self._in_flight.add(self._last, None if routes is None else routes[:num])
 
     def collect(self) -> list[tuple[Sequence, int, float]]:
-        """Return what the oldest launch has drawn for the sequences that have not ended meanwhile; wait for it."""
+        """Return what the oldest launch has drawn; wait for it."""
         return self._in_flight.collect()
+
+    def gather_routes(self) -> None:
+        self._in_flight.gather_routes()
 
     @property
     def num_in_flight(self) -> int:

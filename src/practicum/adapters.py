@@ -115,10 +115,8 @@ def _ends(name: str, target: str) -> bool:
 
 
 def _check_target(model: Any, name: str) -> None:
-    if (
-        model.get_submodule(name) is model.get_output_embeddings()
-        and model.config.get_text_config().tie_word_embeddings
-    ):
+    is_head = model.get_submodule(name) is model.get_output_embeddings()
+    if is_head and model.config.get_text_config().tie_word_embeddings:
         raise ModelError(
             f"actor.lora.targets: {name} of {type(model).__name__} has the same weights as the embedding, so it "
             "cannot have an adapter of its own: leave it out."
@@ -170,21 +168,21 @@ def add_adapters(model: Any, settings: LoraSettings, seed: int) -> None:
     """Put adapters into a model. Nothing else of it learns from now on."""
     from peft import inject_adapter_in_model
 
-    config, chosen = _peft_config(model, settings), find_targets(model, settings)
+    chosen = find_targets(model, settings)
+    config = _peft_config(model, settings, chosen)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # the same on all ranks, however many there are
             inject_adapter_in_model(config, model, _NAME)
     except ValueError as error:
         raise ModelError(f"actor.lora: {type(model).__name__} cannot have these adapters: {error}") from error
-    assert {name for name, _ in _layers(model)} == chosen.keys(), "peft took other layers than it was told"
+    assert {name for name, _ in _layers(model)} == chosen.keys(), "peft took other layers than those it was given"
 
 
-def _peft_config(model: Any, settings: LoraSettings) -> Any:
+def _peft_config(model: Any, settings: LoraSettings, chosen: Mapping[str, nn.Module]) -> Any:
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
-    chosen = find_targets(model, settings)
     short = {name.rpartition(".")[2] for name in chosen}
     meant = [name for name, module in model.named_modules() if _is_linear(module) and name.rpartition(".")[2] in short]
     return LoraConfig(
@@ -299,28 +297,30 @@ def base_of(path: str) -> str:
 
 def save_adapters(model: Any, base: str, folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a folder of adapters. `tensors` are the whole ones of `adapters_of`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    own = model.peft_config[_NAME]
-    replace(own, base_model_name_or_path=base, inference_mode=True).save_pretrained(folder)
-    named = {_in_folder(name): tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(named, folder / _WEIGHTS, metadata={"format": "pt"})
+    config = replace(model.peft_config[_NAME], base_model_name_or_path=base, inference_mode=True)
+    _write(folder, config, {_in_folder(name): tensor.contiguous() for name, tensor in tensors.items()})
 
 
 def write_adapters(folder: Path, lone: LoneAdapters, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write a folder of adapters from `adapters_alone`, where no model has them."""
     from peft import LoraConfig
 
-    folder.mkdir(parents=True, exist_ok=True)
     named = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
-    LoraConfig(
+    config = LoraConfig(
         r=lone.settings.rank,
         lora_alpha=lone.settings.alpha,
         target_modules=sorted({name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in named}),
         task_type="CAUSAL_LM",
         base_model_name_or_path=lone.base,
         inference_mode=True,
-    ).save_pretrained(str(folder))
-    save_file(named, folder / _WEIGHTS, metadata={"format": "pt"})
+    )
+    _write(folder, config, named)
+
+
+def _write(folder: Path, config: Any, tensors: dict[str, Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(str(folder))
+    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
 
 
 def load_adapters(model: Any, path: str) -> None:

@@ -80,9 +80,13 @@ def load_config(path: str) -> Any:
     """Return the transformers config of a causal language model."""
     from transformers import AutoModelForCausalLM
 
+    return _config_for(AutoModelForCausalLM, "causal LM", path)
+
+
+def _config_for(kind: Any, what: str, path: str) -> Any:
     config = load_any_config(path)
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ModelError(f"model {path!r} is of type {config.model_type!r}, which transformers has no causal LM for.")
+    if type(config) not in kind._model_mapping:
+        raise ModelError(f"model {path!r} is of type {config.model_type!r}, which transformers has no {what} for.")
     return config
 
 
@@ -90,11 +94,7 @@ def load_classifier_config(path: str) -> Any:
     """Return the transformers config of a sequence classifier with one output."""
     from transformers import AutoModelForSequenceClassification
 
-    config = load_any_config(path)
-    if type(config) not in AutoModelForSequenceClassification._model_mapping:
-        raise ModelError(
-            f"model {path!r} is of type {config.model_type!r}, which transformers has no sequence classifier for."
-        )
+    config = _config_for(AutoModelForSequenceClassification, "sequence classifier", path)
     named = config.architectures or []
     if named and not any(name.endswith("ForSequenceClassification") for name in named):
         raise ModelError(
@@ -154,11 +154,8 @@ def _with_weights(kind: Any, path: str, config: Any, dtype: torch.dtype) -> Any:
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         _switch_off_dropout(part)
     _no_progress_bars()
-    model, found = _loaded(
-        "weights",
-        path,
-        lambda: kind.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True),
-    )
+    options = {"config": config, "dtype": dtype, "output_loading_info": True}
+    model, found = _loaded("weights", path, lambda: kind.from_pretrained(path, **options))
     if found["missing_keys"]:
         missing = sorted(found["missing_keys"])
         raise ModelError(
@@ -194,17 +191,22 @@ def export_model(folder: Path, model_path: str, tensors: Iterable[tuple[str, tor
         shutil.copyfile(settings, folder / settings.name)
 
 
+def eos_ids(settings: Any, tokenizer: Any) -> list[int]:
+    """Return all tokens that end a text, by generation settings and tokenizer of a model."""
+    declared = settings.eos_token_id
+    declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
+    return sorted({int(tokenizer.eos_token_id), *map(int, declared)})
+
+
 def eos_ids_of(path: str) -> list[int]:
-    """Return all tokens that end a text, by generation settings and tokenizer of a model, which is not loaded."""
+    """Return all tokens that end a text for a model that is not loaded."""
     from transformers import GenerationConfig
 
     try:
         settings = GenerationConfig.from_pretrained(plain_path(path))
     except OSError:  # it has none of its own
         settings = GenerationConfig.from_model_config(load_config(path))
-    declared = settings.eos_token_id
-    declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
-    return sorted({int(load_tokenizer(path).eos_token_id), *map(int, declared)})
+    return eos_ids(settings, load_tokenizer(path))
 
 
 def save_merged(path: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:

@@ -142,20 +142,12 @@ def _load_chart(header: RecordingHeader, load: NDArray[np.int64], width: int) ->
     from practicum.replay.statistics import balance
 
     ratios = load / load.mean(axis=1, keepdims=True)
-    table = _table()
-    table.add_column("layer", justify="right")
-    table.add_column(f"experts 0 to {header.num_experts - 1} (▄ even, █ twice that)", no_wrap=True)
-    for name in ("max/mean", "entropy", "dead"):
-        table.add_column(name, justify="right")
+    bars = f"experts 0 to {header.num_experts - 1} (▄ even, █ twice that)"
+    table = _table(bars, bars, "max/mean", "entropy", "dead")
     for layer, own, row in zip(header.layers, load, ratios, strict=True):
         even = balance(own)
-        table.add_row(
-            str(layer),
-            _bars(row, max(16, width - 41)),
-            f"{even.imbalance:.2f}",
-            f"{even.entropy:.1%}",
-            str(even.num_dead),
-        )
+        figures = f"{even.imbalance:.2f}", f"{even.entropy:.1%}", str(even.num_dead)
+        table.add_row(str(layer), _bars(row, max(16, width - 41)), *figures)
     return table
 
 
@@ -198,11 +190,7 @@ def _comparison(header: RecordingHeader, found: Difference, lengths: list[int]) 
 
 
 def _difference_chart(header: RecordingHeader, found: Difference) -> Table:
-    table = _table()
-    table.add_column("layer", justify="right")
-    table.add_column("tokens sent elsewhere", justify="right")
-    table.add_column("", no_wrap=True)
-    table.add_column("other experts", justify="right")
+    table = _table("", "tokens sent elsewhere", "", "other experts")
     shares = found.differing / found.num_tokens
     most = max(float(shares.max()), 1e-12)
     for layer, share, experts in zip(header.layers, shares, found.differing_experts, strict=True):
@@ -226,11 +214,15 @@ def _judgement(verdict: Verdict) -> list[str]:
     return lines
 
 
-def _table() -> Table:
+def _table(bars: str, *columns: str) -> Table:
+    """Return a table of layers with these columns, of which `bars` is drawn."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    return Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("layer", *columns):
+        table.add_column(name, justify="left" if name == bars else "right", no_wrap=name == bars)
+    return table
 
 
 def _some(ids: list[str]) -> str:

@@ -43,6 +43,16 @@ from practicum.types import route_dtype
 
 ANY = 0  # the class of rows that are numbered as if there were no groups
 _MOST_KEYS = 1 << 16
+_EVEN, _FEW, _GROUPED = range(3)  # forms of a body
+_FEW_COMBINATIONS = 256  # those that a byte can number
+_SAMPLE_TOKENS = 512
+_LEAST_SAVING = 1.0  # bits a row, for classes to be worth their time
+_LEAST_SYMBOLS = 2048  # with a Huffman code of their own
+_MOST_CLASSES = 255
+_LEAST_ROWS = 1024  # of a class of its own, in a recording of many
+_LEAST_SHARE = 1 / 128  # of all rows, in a small one
+_MANY_ROWS = 1 << 20  # fill the classes of four groups: 1 % smaller than with three
+_CHECK_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +179,7 @@ def _tables(num_experts: int, k: int, start: int) -> NDArray[np.int64]:
     """Return what an expert adds to a number as the j-th of the group that begins there, [j, experts]."""
     tables = np.zeros((k, num_experts), np.int64)
     for j, table in enumerate(tables):
-        table[start:] = combinations_of(num_experts, k).table(j)[: num_experts - start]
+        table[start:] = combinations_of(num_experts, k).tables[j, : num_experts - start]
     return tables
 
 
@@ -203,20 +213,6 @@ def group_sizes(popularity: NDArray[np.float64], num_groups: int) -> tuple[int, 
         found.append(int(bounds[at]))
     found.append(0)
     return tuple(a - b for a, b in pairwise(found))[::-1]
-
-
-__all__ = ["Combinations", "Ids", "combinations_of", "decode_routes", "encode_routes"]
-
-_EVEN, _FEW, _GROUPED = range(3)  # forms of a body
-_FEW_COMBINATIONS = 256  # those that a byte can number
-_SAMPLE_TOKENS = 512
-_LEAST_SAVING = 1.0  # bits a row, for classes to be worth their time
-_LEAST_SYMBOLS = 2048  # with a Huffman code of their own
-_MOST_CLASSES = 255
-_LEAST_ROWS = 1024  # of a class of its own, in a recording of many
-_LEAST_SHARE = 1 / 128  # of all rows, in a small one
-_MANY_ROWS = 1 << 20  # fill the classes of four groups: 1 % smaller than with three
-_CHECK_BYTES = 4
 
 
 def encode_routes(experts: Ids, num_experts: int) -> bytes:
@@ -282,7 +278,7 @@ def _encode_few(experts: Ids, codec: Combinations) -> bytes:
     num_tokens, num_layers, k = experts.shape
     numbers = np.zeros(num_tokens * num_layers, np.uint8)
     # What passes a byte is never added: no expert can be there.
-    tables = [codec.table(j).astype(np.uint8) for j in range(k)]
+    tables = [table.astype(np.uint8) for table in codec.tables]
     for start in range(0, len(numbers), BLOCK):
         for column, table in zip(experts.reshape(-1, k)[start : start + BLOCK].T, tables, strict=True):
             numbers[start : start + BLOCK] += table.take(column)
@@ -336,10 +332,6 @@ class _Head:
             if tuple(np.bincount(groups, minlength=len(self.groups.sizes))) != self.groups.sizes:
                 raise ValueError("the groups of a layer are not of the sizes of all")
         return found
-
-    @staticmethod
-    def most_bytes(num_layers: int, num_experts: int) -> int:
-        return 2 + num_layers + 4 * 255 + 2 * 255 + num_layers * num_experts
 
 
 def _skewed_layers(experts: Ids, num_experts: int) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
@@ -423,7 +415,7 @@ def _decode_grouped(body: memoryview, codec: Combinations, num_tokens: int, num_
     k, num_experts = codec.k, codec.num_experts
     reader = _Reader(body)
     head_size, named_size = struct.unpack("<II", reader.take(8))
-    most = _Head.most_bytes(num_layers, num_experts)
+    most = 2 + num_layers + 4 * 255 + 2 * 255 + num_layers * num_experts  # bytes of a `_Head`
     head = _Head.from_bytes(_inflate(reader.take(head_size), most, zlib.MAX_WBITS), num_layers, num_experts, k)
     popular_first = head.popular_first().astype(route_dtype(num_experts))
     num_skewed = len(popular_first)

@@ -135,7 +135,6 @@ def _squeezes(over: int) -> tuple[tuple[np.uint64, np.uint64, np.uint64], ...]:
 
 
 Ids = NDArray[np.unsignedinteger[Any]]
-Mask = NDArray[np.bool_]
 
 BLOCK = 1 << 13  # rows: their columns stay in the cache
 WORD_BITS = 62
@@ -161,8 +160,9 @@ class Combinations:
         whole = [[math.comb(expert, j + 1) for expert in range(num_experts + 1)] for j in range(k)]
         self._in_two = self.bits > WORD_BITS
         mask = (1 << _LOW_BITS) - 1
-        self._one_word = np.array([[min(n, 1 << WORD_BITS) for n in row] for row in whole], np.int64)
-        self._low = self._one_word
+        self.tables = np.array([[min(n, 1 << WORD_BITS) for n in row] for row in whole], np.int64)
+        """What an expert in the j-th place adds to a number of one word, [k, experts + 1]."""
+        self._low = self.tables
         if self._in_two:
             self._high = np.array([[min(n >> _LOW_BITS, 1 << WORD_BITS) for n in row] for row in whole], np.int64)
             self._low = np.array([[n & mask for n in row] for row in whole], np.int64)
@@ -189,22 +189,24 @@ class Combinations:
             view = view[size:]
         found = np.empty((num_rows, self.k), route_dtype(self.num_experts))
         for start in range(0, num_rows, BLOCK):
-            self._experts([word[start : start + BLOCK] for word in words], found[start : start + BLOCK])
+            block = [word[start : start + BLOCK] for word in words]
+            self._check_numbers(block)
+            columns = self._columns_of_two(*block) if self._in_two else self.columns(block[0], self.k)
+            for j, column in enumerate(columns):
+                found[start : start + BLOCK, j] = column
         return found
 
-    def table(self, j: int) -> NDArray[np.int64]:
-        """Return what an expert in the j-th place adds to a number of one word."""
-        table: NDArray[np.int64] = self._one_word[j]
-        return table
-
     def columns(self, numbers: NDArray[np.int64], num: int) -> list[NDArray[np.int64]]:
-        """Return the combinations of `num` experts that have these numbers, which fit one word."""
+        """Return the combinations of `num` experts that have these numbers, which fit one word.
+
+        From the last place down, it is the largest expert whose own number is not above what is left.
+        """
         rest, found = numbers, []
         for j in reversed(range(1, num)):
             expert = self._guesses[j](rest.astype(np.float64))
             for _ in range(self._guesses[j].most_steps):
-                expert += self._one_word[j].take(expert + 1) <= rest
-            rest = rest - self._one_word[j].take(expert)
+                expert += self.tables[j].take(expert + 1) <= rest
+            rest = rest - self.tables[j].take(expert)
             found.append(expert)
         return [rest, *reversed(found)]
 
@@ -237,45 +239,30 @@ class Combinations:
         high += low >> _LOW_BITS
         return low & ((1 << _LOW_BITS) - 1), high
 
-    def _experts(self, words: list[NDArray[np.int64]], found: Ids) -> None:
-        """Write the experts of numbers: from the last down, the largest whose own number is not above what is left."""
-        rest = [word.copy() for word in words]
-        if self._are_beyond(rest).any():
+    def _check_numbers(self, words: list[NDArray[np.int64]]) -> None:
+        if self._in_two:
+            high, low = divmod(self.num, 1 << _LOW_BITS)
+            beyond = (words[1] > high) | ((words[1] == high) & (words[0] >= low))
+        else:
+            beyond = words[0] >= self.num
+        if beyond.any():
             raise ValueError(f"no {self.k} of {self.num_experts} experts have such a number: the bytes are damaged")
+
+    def _columns_of_two(self, low: NDArray[np.int64], high: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Return the combinations of `k` experts that have these numbers of two words."""
+        low, high, found = low.copy(), high.copy(), []
         for j in reversed(range(self.k)):
-            expert = self._guesses[j](self._as_float(rest))
+            expert = self._guesses[j](high.astype(np.float64) * float(1 << _LOW_BITS) + low)
             for _ in range(self._guesses[j].most_steps):
-                expert += self._reaches(j, expert + 1, rest)
-            self._subtract(j, expert, rest)
-            found[:, j] = expert
-
-    def _are_beyond(self, numbers: list[NDArray[np.int64]]) -> Mask:
-        if not self._in_two:
-            return numbers[0] >= self.num
-        high, low = divmod(self.num, 1 << _LOW_BITS)
-        beyond: Mask = (numbers[1] > high) | ((numbers[1] == high) & (numbers[0] >= low))
-        return beyond
-
-    def _as_float(self, rest: list[NDArray[np.int64]]) -> NDArray[np.float64]:
-        if not self._in_two:
-            return rest[0].astype(np.float64)
-        return rest[1].astype(np.float64) * float(1 << _LOW_BITS) + rest[0]
-
-    def _reaches(self, j: int, expert: NDArray[np.int64], rest: list[NDArray[np.int64]]) -> Mask:
-        """Return whether what is left is at least the number of an expert there."""
-        reaches: Mask = self._low[j].take(expert) <= rest[0]
-        if self._in_two:
-            high = self._high[j].take(expert)
-            reaches = (high < rest[1]) | ((high == rest[1]) & reaches)
-        return reaches
-
-    def _subtract(self, j: int, expert: NDArray[np.int64], rest: list[NDArray[np.int64]]) -> None:
-        rest[0] -= self._low[j].take(expert)
-        if self._in_two:
-            rest[1] -= self._high[j].take(expert)
-            borrows = rest[0] < 0
-            rest[0] += borrows.astype(np.int64) << _LOW_BITS
-            rest[1] -= borrows
+                next_low, next_high = self._low[j].take(expert + 1), self._high[j].take(expert + 1)
+                expert += (next_high < high) | ((next_high == high) & (next_low <= low))
+            low -= self._low[j].take(expert)
+            high -= self._high[j].take(expert)
+            borrows = low < 0
+            low += borrows.astype(np.int64) << _LOW_BITS
+            high -= borrows
+            found.append(expert)
+        return found[::-1]
 
 
 class _Guesses:

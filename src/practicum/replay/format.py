@@ -39,7 +39,7 @@ PLAIN, DEFLATED, CODED_ROUTES = 0, 1, 2  # how a section is coded
 
 
 class Damaged(ValueError):
-    """Bytes cannot have been written so. Who knows the file and the place makes a ReplayError of it."""
+    """Bytes that no writer can have written. `Recording`, which knows file and place, makes a ReplayError of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from practicum.errors import ReplayError
-from practicum.replay.codec import combinations_of
+from practicum.replay.combinations import combinations_of
 from practicum.types import route_dtype
 
 _COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from practicum.replay.codec import Combinations, Ids, combinations_of
+from practicum.replay.combinations import Combinations, Ids, combinations_of
 from practicum.types import CodedRoutes, RoutedExperts
 
 _GROUP = 64
@@ -73,14 +73,15 @@ def _split(code: NDArray[np.uint8], codec: Combinations, num_groups: Sequence[in
         for own, piece in zip(pieces, np.split(code[: ends[-1]], ends[:-1]), strict=True):
             own.append(piece)
         code = code[ends[-1] :]
-    return [own[0] if len(own) == 1 else np.concatenate(own) for own in pieces]
+    return [np.concatenate(own) for own in pieces]
 
 
 def _joined(codes: Sequence[NDArray[np.uint8]], codec: Combinations, num_groups: Sequence[int]) -> bytes:
+    """Join the codes of samples to the one of all, as `_split` found it."""
     words: list[NDArray[np.uint8]] = []
-    for place, width in enumerate(codec.widths):
-        before = sum(codec.widths[:place])
+    before = 0
+    for width in codec.widths:
         for code, groups in zip(codes, num_groups, strict=True):
-            start = before * groups * (_GROUP // 8)
-            words.append(code[start : start + width * groups * (_GROUP // 8)])
+            words.append(np.split(code, [before * groups * _GROUP // 8, (before + width) * groups * _GROUP // 8])[1])
+        before += width
     return np.concatenate(words).tobytes()

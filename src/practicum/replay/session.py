@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from practicum.errors import ReplayError
 from practicum.replay.format import RecordingHeader
-from practicum.replay.hooks import RouteRecorder, RouteReplayer, RouterShape, check_replayable, router_shape
+from practicum.replay.hooks import ReplayPass, RouteRecorder, RouteReplayer, RouterShape, check_replayable, router_shape
 from practicum.replay.records import RecordedSample, place_of
 from practicum.replay.routes import decoded
 from practicum.replay.store import Recording, RouteWriter
@@ -41,7 +41,10 @@ class ReplaySettings:
     replay_file: str | None = None
     compare_every: int = 0
     made: Mapping[str, str] = field(default_factory=dict)
-    """Facts for people, and for whoever repeats the run."""
+    """Facts for people, and for a run that repeats this one."""
+
+
+_Replaying = AbstractContextManager[ReplayPass]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class ReplayStats:
     differing: Sequence[float] = ()  # by layer, known rows that the live router would have sent elsewhere
     num_known: int = 0
     num_rows: int = 0
-    num_bytes: int = 0  # of records, as they were handed over
+    num_bytes: int = 0  # of records, as they came
     num_recorded: int = 0  # tokens of those
     kl_with: float = 0.0  # sums over the tokens that were compared
     kl_without: float = 0.0
@@ -71,17 +74,12 @@ class ReplayStats:
     @classmethod
     def combined(cls, ranks: Sequence[ReplayStats]) -> ReplayStats:
         """Return the sums over all ranks."""
-        return cls(
-            layers=ranks[0].layers,
-            differing=np.sum([stats.differing for stats in ranks], axis=0).tolist(),
-            num_known=sum(stats.num_known for stats in ranks),
-            num_rows=sum(stats.num_rows for stats in ranks),
-            num_bytes=sum(stats.num_bytes for stats in ranks),
-            num_recorded=sum(stats.num_recorded for stats in ranks),
-            kl_with=sum(stats.kl_with for stats in ranks),
-            kl_without=sum(stats.kl_without for stats in ranks),
-            num_compared=sum(stats.num_compared for stats in ranks),
-        )
+        differing = np.sum([stats.differing for stats in ranks], axis=0).tolist()
+        sums = {name: sum(getattr(stats, name) for stats in ranks) for name in _SUMS}
+        return cls(ranks[0].layers, differing, **sums)
+
+
+_SUMS = [field.name for field in fields(ReplayStats) if field.name not in ("layers", "differing")]
 
 
 def model_fingerprint(config: Any) -> str:
@@ -133,42 +131,32 @@ class ReplaySession:
         self._model = model
         self._device = device
         self._replayer = RouteReplayer(model)
-        self._begin()
+        self.shape = self._replayer.shape
+        self.checkpoint_contexts = self._replayer.checkpoint_contexts
+        """The contexts for torch's checkpoints: a layer is recomputed with the experts it was computed with."""
+        self._stats = ReplayStats()
+        self._passes: list[dict[int, Tensor]] = []
         self._step, self._step_size = 0, 0
         self._places: dict[str, int] = {}
         self._writer: RouteWriter | None = None
         self._reader: Recording | None = None
-        try:
-            self._open(recording_header(model, tokenizer, rank, num_ranks, settings.made), rank)
-        except BaseException:
-            self.close()
-            raise
-
-    def _open(self, header: RecordingHeader, rank: int) -> None:
-        key, file = "record_file", self.settings.record_file
-        try:
-            if file is not None:
-                self._writer = RouteWriter(file, header)
-                self._reader = Recording(file, rank)
-            elif self.settings.replay_file is not None:
-                key = "replay_file"
-                self._reader = Recording(self.settings.replay_file)
-                self._reader.check(header)
-        except ReplayError as error:
-            raise ReplayError(f"actor.router_replay.{key}: {error}") from error
-
-    @property
-    def shape(self) -> RouterShape:
-        return self._replayer.shape
-
-    @property
-    def records(self) -> bool:
+        self.records = settings.mode == "R2"
         """Whether old log-probs are computed for the sake of what the routers choose meanwhile."""
-        return self.settings.mode == "R2"
-
-    def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the contexts for torch's checkpoints: a layer is recomputed with the experts it was computed with."""
-        return self._replayer.checkpoint_contexts()
+        self._records_passes = self.records and settings.replay_file is None
+        key = "replay_file" if settings.record_file is None else "record_file"
+        try:
+            header = recording_header(model, tokenizer, rank, num_ranks, settings.made)
+            if settings.record_file is not None:
+                self._writer = RouteWriter(settings.record_file, header)
+                self._reader = Recording(settings.record_file, rank)
+            elif settings.replay_file is not None:
+                self._reader = Recording(settings.replay_file)
+                self._reader.check(header)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, ReplayError):
+                raise ReplayError(f"actor.router_replay.{key}: {error}") from error
+            raise
 
     def close(self) -> None:
         self._replayer.close()
@@ -184,15 +172,13 @@ class ReplaySession:
 
     def old_pass(self, placed: Placed) -> AbstractContextManager[Any]:
         """Return the context for the forward pass that computes old log-probs."""
-        if self.settings.mode == "R2" and self.settings.replay_file is None:
-            return self._recording(placed)
-        return self._replaying(placed)
+        return self._recording(placed) if self._records_passes else self.replaying(placed)
 
     @contextmanager
     def update_pass(self, placed: Placed) -> Iterator[None]:
         """Replay in a forward pass that is learnt from; its backward pass may come after the block."""
         routes = self._routes(placed)
-        with self._replaying(placed, routes) as seen:
+        with self.replaying(placed, routes) as seen:
             yield
         self._passes.append(seen.differing)
         self._stats.num_known += sum(int(own.known.sum()) for own in routes if own is not None)
@@ -200,12 +186,15 @@ class ReplaySession:
 
     def compares_at(self, step: int) -> bool:
         """Return whether to measure the distance from the rollout. What R2 has just recorded changes nothing yet."""
-        every, is_own = self.settings.compare_every, self.settings.mode == "R2" and self.settings.replay_file is None
-        return bool(every) and (step - 1) % every == 0 and not is_own
+        every = self.settings.compare_every
+        return bool(every) and (step - 1) % every == 0 and not self._records_passes
 
-    def compared_pass(self, placed: Placed) -> AbstractContextManager[Any]:
-        """Return the context for a forward pass that only measures."""
-        return self._replaying(placed)
+    def replaying(self, placed: Placed, routes: Sequence[RoutedExperts | None] | None = None) -> _Replaying:
+        """Return the context for a forward pass that only measures, or of which the caller counts what differs."""
+        experts, known = laid_out(self._routes(placed) if routes is None else routes, placed, self.shape)
+        return self._replayer.replaying(
+            torch.from_numpy(experts).to(self._device), torch.from_numpy(known).to(self._device), placed.label
+        )
 
     def begin_step(self, step: int, samples: Sequence[Sample], step_size: int = 0) -> None:
         """Begin the passes over these samples of a step, `step_size` of them over all ranks.
@@ -228,23 +217,19 @@ class ReplaySession:
 
     def take_stats(self) -> ReplayStats:
         """Return the counts of the updates since the last time."""
-        stats = self._stats
+        stats, self._stats = self._stats, ReplayStats()
+        passes, self._passes = self._passes, []
         layers = self.shape.layers.tolist()
         sums = torch.zeros(len(layers), dtype=torch.int64, device=self._device)
-        for differing in self._passes:
+        for differing in passes:
             sums += torch.stack([differing[layer] for layer in layers])
         stats.layers, stats.differing = layers, sums.tolist()
-        self._begin()
         return stats
 
     def count_compared(self, kl_with: float, kl_without: float, num_tokens: int) -> None:
         self._stats.kl_with += kl_with
         self._stats.kl_without += kl_without
         self._stats.num_compared += num_tokens
-
-    def _begin(self) -> None:
-        self._stats = ReplayStats()
-        self._passes: list[dict[int, Tensor]] = []
 
     def _count(self, num_bytes: int, samples: Sequence[Sample]) -> None:
         self._stats.num_bytes += num_bytes
@@ -272,14 +257,6 @@ class ReplaySession:
             for sample, own in zip(samples, routes, strict=True)
         )
 
-    def _replaying(
-        self, placed: Placed, routes: Sequence[RoutedExperts | None] | None = None
-    ) -> AbstractContextManager[Any]:
-        experts, known = laid_out(self._routes(placed) if routes is None else routes, placed, self.shape)
-        return self._replayer.replaying(
-            torch.from_numpy(experts).to(self._device), torch.from_numpy(known).to(self._device), placed.label
-        )
-
     def _routes(self, placed: Placed) -> list[RoutedExperts | None]:
         if self.settings.mode == "R2":
             assert self._reader is not None
@@ -287,18 +264,15 @@ class ReplaySession:
             return list(self._reader.routes([sample.id for sample in placed.samples]))
         there = iter(decoded([sample.routes for sample in placed.samples if sample.routes is not None]))
         routes = [None if sample.routes is None else next(there) for sample in placed.samples]
+        expected = (self.shape.k, self.shape.num_experts, self.shape.layers.tolist())
         for sample, own in zip(placed.samples, routes, strict=True):
-            if own is not None and not self._fits(own):
-                raise ReplayError(
-                    f"sample {sample.id}: the rollout recorded {own.experts.shape[2]} of {own.num_experts} experts in "
-                    f"layers {own.layers.tolist()}, but the trainer's model routes to {self.shape.k} of "
-                    f"{self.shape.num_experts} in {self.shape.layers.tolist()}."
-                )
+            if own is None or (found := (own.experts.shape[2], own.num_experts, own.layers.tolist())) == expected:
+                continue
+            raise ReplayError(
+                f"sample {sample.id}: the rollout recorded {found[0]} of {found[1]} experts in layers {found[2]}, but "
+                f"the trainer's model routes to {expected[0]} of {expected[1]} in {expected[2]}."
+            )
         return routes
-
-    def _fits(self, routes: RoutedExperts) -> bool:
-        same_layers = np.array_equal(routes.layers, self.shape.layers)
-        return same_layers and (routes.num_experts, routes.experts.shape[2]) == (self.shape.num_experts, self.shape.k)
 
 
 def laid_out(

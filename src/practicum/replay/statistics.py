@@ -52,11 +52,10 @@ def statistics(recording: Recording) -> Statistics:
     firsts = (np.arange(len(header.layers)) * header.num_experts)[:, None]
     num_tokens = num_unknown = 0
     for id in recording.ids_on_disk:
-        routes = recording.routes([id])[0]
+        (routes,) = recording.routes([id])
         num_tokens += len(routes)
         num_unknown += int((~routes.known).sum())
-        chosen = routes.experts[routes.known]
-        cells = (chosen + firsts).ravel()
+        cells = (routes.experts[routes.known] + firsts).ravel()
         load += np.bincount(cells, minlength=load.size).reshape(load.shape)
     chunks = [chunk for file in recording.files for chunk in file.chunks]
     return Statistics(
@@ -148,7 +147,7 @@ def difference(one: Recording, other: Recording) -> Difference:
         if shared < max(map(len, tokens)):
             others.append(id)
         known = a.routes.known[:shared] & b.routes.known[:shared]
-        missing = _num_missing(a.routes.experts[:shared], b.routes.experts[:shared], one.header) * known[:, None]
+        missing = _num_missing(a.routes.experts[:shared], b.routes.experts[:shared]) * known[:, None]
         num_tokens += int(known.sum())
         differing += (missing > 0).sum(0)
         experts += missing.sum(0)
@@ -174,12 +173,11 @@ def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     return int(unlike.argmax()) if unlike.any() else length
 
 
-def _num_missing(one: NDArray[Any], other: NDArray[Any], header: RecordingHeader) -> NDArray[np.int64]:
+def _num_missing(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.int64]:
     """Return how many experts of one set are not in the other, [tokens, layers]."""
-    found = np.zeros(one.shape[:2], np.int64)
-    for place in range(header.k):
-        found += (one[:, :, place, None] == other).any(-1)
-    return header.k - found
+    missing = [(one[:, :, place, None] != other).all(-1) for place in range(one.shape[2])]
+    found: NDArray[np.int64] = np.sum(missing, axis=0, dtype=np.int64)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -43,15 +43,14 @@ from practicum.algo import (
     figures_by_staleness,
     k3,
 )
-from practicum.controller import Worker
 from practicum.data import MicroBatch, pack
 from practicum.errors import WeightsGone
-from practicum.models import DTYPES, load_model, load_tokenizer, resolve_device
+from practicum.models import DTYPES, load_model, load_tokenizer
 from practicum.replay import Placed, ReplaySession, ReplaySettings, ReplayStats
 from practicum.train.batch import MiniBatch, model_inputs, on_device, spans_of
 from practicum.train.checkpoint import save_only_adapters, save_rest, save_whole_model
 from practicum.train.cuda import speed_up
-from practicum.train.fsdp import join_ranks, whole
+from practicum.train.fsdp import ModelWorker, reshard, whole
 from practicum.train.learner import Learner, LearnerSettings
 from practicum.train.model import LogProbModel, supports_packing
 from practicum.train.reference import log_probs_by_id
@@ -139,13 +138,12 @@ class UpdateStats:
         )
 
 
-class ActorWorker(Worker):
+class ActorWorker(ModelWorker):
     def __init__(self, settings: ActorSettings) -> None:
-        torch.set_num_threads(settings.threads)
+        super().__init__(settings)
         torch.manual_seed(settings.seed + self.rank)
         self._settings = settings
         self._sender: Sender | None = None  # of weights, on rank 0
-        self._device = resolve_device(settings.device)
         self._tokenizer = load_tokenizer(settings.model_path)
         model = load_model(settings.model_path).train()  # checkpointing looks at the mode; there is no dropout
         self._packing = supports_packing(model)
@@ -153,15 +151,16 @@ class ActorWorker(Worker):
             add_adapters(model, settings.lora, settings.seed)
             if settings.adapters_path is not None:
                 load_adapters(model, settings.adapters_path)
-        self._has_joined = False
-        self._replay = self._open_replay(model)
+        self._replay: ReplaySession | None = None
+        if settings.replay is not None:
+            ranks = {"rank": self.rank, "num_ranks": self.world_size}
+            self._replay = ReplaySession(model, self._tokenizer, settings.replay, device=self._device, **ranks)
         try:
             if settings.gradient_checkpointing:
                 contexts = {"context_fn": self._replay.checkpoint_contexts} if self._replay else {}
                 model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
             self._model = LogProbModel(model, learns_entropy=settings.objective.entropy_bonus > 0)
-            self.mesh = join_ranks(self.context, self._device, settings.collective_timeout_s)
-            self._has_joined = True
+            self.mesh = self.join()
             self._model.is_fast = speed_up(model, self._device, DTYPES[settings.compute_dtype])
             self._learner = Learner("actor", self._model, model, self.mesh, settings)
         except BaseException:
@@ -175,17 +174,12 @@ class ActorWorker(Worker):
             if self._replay is not None:
                 self._replay.close()
         finally:
-            if self._has_joined:
-                dist.destroy_process_group()
+            super().close()
 
     def begin_at(self, step: int) -> None:
         """Begin with a step: the first of this run, or of what is left of it."""
         if self._replay is not None:
             self._replay.begin_at(step)
-
-    def supports_packing(self) -> bool:
-        """Return whether the model can take several samples in one row; micro-batches are planned accordingly."""
-        return self._packing
 
     def base_log_probs(self, mini_batches: Sequence[MiniBatch]) -> dict[str, NDArray[np.float32]]:
         """Return the log-probs that the model without its adapters gives the answers of a step, by the ids of the
@@ -217,11 +211,10 @@ class ActorWorker(Worker):
                             (losses.total * self.world_size).backward()  # FSDP averages gradients over ranks
                         stats.add(tokens, losses)  # waits for the device, so not before it has all to do
                     if learns:
-                        taken = self._learner.step()
-                        stats.grad_norm += taken.grad_norm / num_updates
-                        stats.lr = taken.lr
+                        grad_norm, stats.lr = self._learner.step()
+                        stats.grad_norm += grad_norm / num_updates
         if not learns:
-            self._learner.reshard()
+            reshard(self._model)
         stats.replay = None if self._replay is None else self._replay.take_stats()
         return stats
 
@@ -257,7 +250,8 @@ class ActorWorker(Worker):
         self.close_channel()
         if self.rank == 0:
             # Adapters alone are no model, whatever is put beside them.
-            self._sender = open_sender(channel, settings, None if self._settings.sends_adapters else self._save_rest)
+            rest = None if self._settings.sends_adapters else partial(save_rest, self._model.model, self._tokenizer)
+            self._sender = open_sender(channel, settings, rest)
 
     def close_channel(self) -> None:
         if self._sender is not None:
@@ -300,7 +294,7 @@ class ActorWorker(Worker):
             spans = self._spans(np.arange(len(ids)))
             own, _ = self._model(tokens[None], at[None], at[:-1], tokens[1:], 1.0, **spans)
             found.append(own.cpu().numpy())
-        self._learner.reshard()
+        reshard(self._model)
         return found
 
     def save(self, folder: str) -> None:
@@ -317,17 +311,6 @@ class ActorWorker(Worker):
         """Restore what `save` wrote, the model apart: that is loaded by giving its folder as `model_path`, and adapters
         as `adapters_path`."""
         self._learner.load(Path(folder), self.rank)
-
-    def _save_rest(self, folder: Path) -> dict[str, Tensor]:
-        """Write what besides weights makes a model that can be loaded; return the tensors that nobody learns."""
-        return save_rest(self._model.model, self._tokenizer, folder)
-
-    def _open_replay(self, model: Any) -> ReplaySession | None:
-        settings = self._settings.replay
-        if settings is None:
-            return None
-        ranks = {"rank": self.rank, "num_ranks": self.world_size}
-        return ReplaySession(model, self._tokenizer, settings, device=self._device, **ranks)
 
     def _packed(self, samples: list[Sample], step: int) -> _Micro:
         packed = pack(samples, self._packing, step=step if self._settings.measures_staleness else None)
@@ -353,7 +336,7 @@ class ActorWorker(Worker):
         written = torch.from_numpy(micro.packed.rollout_log_probs).to(self._device).double()
         found, live = (
             self._forward(micro.packed, replayed)[0].double()
-            for replayed in (replay.compared_pass(micro.placed), nullcontext())
+            for replayed in (replay.replaying(micro.placed), nullcontext())
         )
         replay.count_compared(k3(written, found).sum().item(), k3(written, live).sum().item(), len(written))
 

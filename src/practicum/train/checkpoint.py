@@ -104,7 +104,8 @@ def save_training_state(
     state = get_optimizer_state_dict(model, optimizer, options=options)
     if rank == 0:
         torch.save({"optimizer": state, "num_updates": num_updates}, folder / "optimizer.pt")
-    torch.save(_random_state(), folder / f"rng-{rank}.pt")
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    torch.save({"cpu": torch.get_rng_state(), "cuda": cuda}, folder / f"rng-{rank}.pt")
 
 
 def load_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, rank: int) -> int:
@@ -113,16 +114,8 @@ def load_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, fold
     set_optimizer_state_dict(model, optimizer, saved["optimizer"], options=StateDictOptions(full_state_dict=True))
     random_state = folder / f"rng-{rank}.pt"
     if random_state.exists():
-        _set_random_state(torch.load(random_state, weights_only=True))
+        state = torch.load(random_state, weights_only=True)
+        torch.set_rng_state(state["cpu"])
+        if state["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
     return int(saved["num_updates"])
-
-
-def _random_state() -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return {"cpu": torch.get_rng_state(), "cuda": cuda}
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

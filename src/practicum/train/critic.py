@@ -19,11 +19,11 @@ from torch import Tensor
 
 from practicum.algo import clipped_value_loss
 from practicum.data import MicroBatch, pack
-from practicum.models import DTYPES, load_model, resolve_device
+from practicum.models import DTYPES, load_model
 from practicum.train.batch import MiniBatch, by_id, model_inputs, on_device, spans_of
 from practicum.train.checkpoint import load_weights, save_weights
 from practicum.train.cuda import speed_up
-from practicum.train.fsdp import RankBesideActor
+from practicum.train.fsdp import ModelWorker, reshard
 from practicum.train.learner import Learner, LearnerSettings
 from practicum.train.model import ValueModel, supports_packing
 
@@ -57,23 +57,18 @@ class CriticStats:
         )
 
 
-class CriticWorker(RankBesideActor):
+class CriticWorker(ModelWorker):
     def __init__(self, settings: CriticSettings) -> None:
-        torch.set_num_threads(settings.threads)
+        super().__init__(settings)
         self._settings = settings
-        self._device = resolve_device(settings.device)
         model = load_model(settings.model_path).train()  # checkpointing looks at the mode; there is no dropout
         self._packing = supports_packing(model)
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._model = ValueModel(model)
-        mesh = self.join(self._device, settings.collective_timeout_s)
+        mesh = self.join()
         self._model.is_fast = speed_up(model, self._device, DTYPES[settings.compute_dtype])
         self._learner = Learner("critic", self._model, self._model.body, mesh, settings)
-
-    def supports_packing(self) -> bool:
-        """Return whether the model can take several samples in one row; micro-batches are planned accordingly."""
-        return self._packing
 
     @torch.no_grad()
     def values(self, mini_batches: Sequence[MiniBatch]) -> dict[str, NDArray[np.float32]]:
@@ -82,7 +77,7 @@ class CriticWorker(RankBesideActor):
         for samples in (micro for batch in mini_batches for micro in batch.micro_batches):
             packed = pack(samples, self._packing)
             found |= by_id(samples, packed, self._forward(packed))
-        self._learner.reshard()
+        reshard(self._model)
         return found
 
     def update(self, mini_batches: Sequence[MiniBatch]) -> CriticStats:
@@ -94,9 +89,8 @@ class CriticWorker(RankBesideActor):
                 for micro in micros:
                     loss = self._loss(micro, stats) / max(1, batch.totals.num_tokens)
                     (loss * self.world_size).backward()  # FSDP averages gradients over ranks
-                taken = self._learner.step()
-                stats.grad_norm += taken.grad_norm / (len(mini_batches) * self._settings.epochs)
-                stats.lr = taken.lr
+                grad_norm, stats.lr = self._learner.step()
+                stats.grad_norm += grad_norm / (len(mini_batches) * self._settings.epochs)
         return stats
 
     def save(self, folder: str) -> None:

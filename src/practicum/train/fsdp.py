@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from practicum.controller import Worker, WorkerContext
 from practicum.errors import ModelError, ResourceError
+from practicum.models import resolve_device
 
 
 class _HasMesh(Protocol):
@@ -36,18 +38,38 @@ def join_ranks(context: WorkerContext, device: torch.device, timeout_s: float) -
     return init_device_mesh(device.type, (context.world_size,))
 
 
-class RankBesideActor(Worker):
-    """A rank of a model beside the actor's: in its group of ranks where it lives in its process, else in one of its
-    own."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """The settings of all workers with a model; see the config for what each means."""
 
+    model_path: str
+    device: str
+    compute_dtype: str
+    threads: int
+    collective_timeout_s: float
+
+
+class ModelWorker(Worker):
+    """A rank of a model: in the actor's group of ranks where it lives in its process, else in one of its own."""
+
+    _packing: bool
     _has_joined = False
 
-    def join(self, device: torch.device, timeout_s: float) -> DeviceMesh:
+    def __init__(self, settings: ModelSettings) -> None:
+        torch.set_num_threads(settings.threads)
+        self._device = resolve_device(settings.device)
+        self._timeout_s = settings.collective_timeout_s
+
+    def supports_packing(self) -> bool:
+        """Return whether the model can take several samples in one row; micro-batches are planned accordingly."""
+        return self._packing
+
+    def join(self) -> DeviceMesh:
         """Join the ranks, once."""
         actor = self.siblings.get("actor")
         if actor is not None:
             return cast(_HasMesh, actor).mesh
-        mesh = join_ranks(self.context, device, timeout_s)
+        mesh = join_ranks(self.context, self._device, self._timeout_s)
         self._has_joined = True
         return mesh
 

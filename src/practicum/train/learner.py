@@ -13,18 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from practicum.errors import TrainingError
 from practicum.models import DTYPES
 from practicum.train.checkpoint import load_training_state, save_training_state
-from practicum.train.fsdp import reshard, shard, whole
+from practicum.train.fsdp import ModelSettings, shard, whole
 from practicum.train.schedule import lr_factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerSettings:
+class LearnerSettings(ModelSettings):
     """The settings of actor and critic; see the config for what each means."""
 
-    model_path: str
-    device: str
-    compute_dtype: str
-    threads: int
     seed: int
     lr: float
     lr_schedule: str
@@ -33,16 +29,7 @@ class LearnerSettings:
     weight_decay: float
     max_grad_norm: float
     gradient_checkpointing: bool
-    collective_timeout_s: float
     epochs: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """The result of an optimizer update: the same on all ranks."""
-
-    grad_norm: float
-    lr: float
 
 
 class Learner:
@@ -59,8 +46,8 @@ class Learner:
         )
         self.num_updates = 0
 
-    def step(self) -> Taken:
-        """Learn from the gradient that has been gathered."""
+    def step(self) -> tuple[float, float]:
+        """Learn from the gradient that has been gathered. Return its norm and the learning rate, of all ranks."""
         settings = self._settings
         factor = lr_factor(settings.lr_schedule, self.num_updates, settings.num_updates, settings.num_warmup)
         for group in self._optimizer.param_groups:
@@ -75,10 +62,7 @@ class Learner:
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.num_updates += 1
-        return Taken(norm.item(), settings.lr * factor)
-
-    def reshard(self) -> None:
-        reshard(self._root)
+        return norm.item(), settings.lr * factor
 
     def save(self, folder: Path, rank: int) -> None:
         save_training_state(self._root, self._optimizer, self.num_updates, folder, rank)

@@ -85,9 +85,7 @@ class LogProbModel(nn.Module):
         """
         head = self._plain_head
         if head is not None and len(targets) * head.out_features > MAX_LOGITS:
-            hidden = self.model.base_model(
-                input_ids=input_ids, position_ids=position_ids, use_cache=False, **spans
-            )[0]  # fmt: skip
+            hidden = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **spans)[0]
             chosen = hidden.flatten(0, 1)[predict_at]
             return log_probs_of(chosen, head, targets, temperature, self._learns_entropy)
         self._positions = predict_at

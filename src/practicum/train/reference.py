@@ -13,40 +13,30 @@ import torch
 from numpy.typing import NDArray
 
 from practicum.data import pack
-from practicum.models import DTYPES, load_model, resolve_device
+from practicum.models import DTYPES, load_model
 from practicum.train.batch import MiniBatch, by_id, model_inputs, spans_of
 from practicum.train.cuda import speed_up
-from practicum.train.fsdp import RankBesideActor, reshard, shard
+from practicum.train.fsdp import ModelSettings, ModelWorker, reshard, shard
 from practicum.train.model import LogProbModel, supports_packing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReferenceSettings:
+class ReferenceSettings(ModelSettings):
     """The settings of a `ReferenceWorker`; see the config for what each means."""
 
-    model_path: str
-    device: str
-    compute_dtype: str
-    threads: int
     temperature: float
-    collective_timeout_s: float
 
 
-class ReferenceWorker(RankBesideActor):
+class ReferenceWorker(ModelWorker):
     def __init__(self, settings: ReferenceSettings) -> None:
-        torch.set_num_threads(settings.threads)
+        super().__init__(settings)
         self._settings = settings
-        self._device = resolve_device(settings.device)
         model = load_model(settings.model_path).eval().requires_grad_(False)
         self._packing = supports_packing(model)
         self._model = LogProbModel(model)
-        mesh = self.join(self._device, settings.collective_timeout_s)
+        mesh = self.join()
         self._model.is_fast = speed_up(model, self._device, DTYPES[settings.compute_dtype])
         shard(self._model, model, mesh, DTYPES[settings.compute_dtype])
-
-    def supports_packing(self) -> bool:
-        """Return whether the model can take several samples in one row; micro-batches are planned accordingly."""
-        return self._packing
 
     def log_probs(self, mini_batches: Sequence[MiniBatch]) -> dict[str, NDArray[np.float32]]:
         """Return the log-probs of the answers of a step, by the ids of the samples."""

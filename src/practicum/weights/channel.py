@@ -40,8 +40,7 @@ class WeightUpdate:
     tensors: Tensors  # names and shapes as in the unsharded model
     shared: bool
     is_whole: bool = True
-    """All weights. Else those that are not as in the model's files; or adapters alone, named as in a folder, for who is
-    made to take them."""
+    """All weights. Else those that are not as in the model's files; or adapters alone, named as in a folder."""
 
 
 class WeightSource(Protocol):
@@ -63,11 +62,15 @@ class Ticket(ABC):
         """Yield all tensors of that version. A `RolloutError` may come with any of them."""
 
     def call_off(self) -> None:  # noqa: B027
-        """Have nobody wait any longer for all who were invited, since one of them is gone."""
+        """End the wait for the invited receivers, since one of them is gone."""
+
+    def failure(self, reason: str) -> RolloutError:
+        """Return the error for a version that did not arrive; `reason` says why and what to do."""
+        return not_arrived(self.channel, self.version, reason)
 
 
 def channel_timeout_s(call_timeout_s: float) -> float:
-    """Return the deadline for a channel that is part of a call: before the call's own, since it says who was late."""
+    """Return the deadline of a channel within a call: before the call's own, since its error names the late rank."""
     return min(300.0, call_timeout_s / 4)
 
 
@@ -126,6 +129,8 @@ class Sender(ABC):
 
 
 class Deadline:
+    """The end of the time for one version."""
+
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._end_s = time.monotonic() + timeout_s
@@ -141,7 +146,6 @@ class Deadline:
 
 
 def not_arrived(channel: str, version: int, reason: str) -> RolloutError:
-    """Return the error for a version that did not arrive; `reason` says why and what to do."""
     return RolloutError(f"weights of version {version} by channel {channel!r}: {reason}")
 
 

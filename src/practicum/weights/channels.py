@@ -21,7 +21,7 @@ from torch import Tensor
 
 from practicum.errors import ConfigError
 from practicum.weights import shm
-from practicum.weights.channel import ChannelSettings, Complete, Sender, Tensors, Ticket, WeightUpdate, not_arrived
+from practicum.weights.channel import ChannelSettings, Complete, Sender, Tensors, Ticket, WeightUpdate
 from practicum.weights.collective import CollectiveSender
 from practicum.weights.disk import DiskSender
 
@@ -39,16 +39,14 @@ class SharedTicket(Ticket):
 
     def read(self, timeout_s: float) -> Iterator[tuple[str, Tensor]]:
         if self.pid != os.getpid():
-            raise not_arrived(
-                "shared",
-                self.version,
+            raise self.failure(
                 f"they are in process {self.pid} and this is {os.getpid()}. Use channel 'shm' on one machine, "
-                "'collective' between machines.",
+                "'collective' between machines."
             )
         version, tensors = _SHARED.get(self.sender, (None, []))
         if version != self.version:
             newest = "closed" if version is None else f"at version {version}"
-            raise not_arrived("shared", self.version, f"the sender is {newest} by now. Ask it for a new ticket.")
+            raise self.failure(f"the sender is {newest} by now. Ask it for a new ticket.")
         yield from tensors
 
 
@@ -124,15 +122,14 @@ class WeightReceiver:
         taken all of one version.
         """
         if ticket.version < self.version:
-            reason = f"this engine has version {self.version} already. Send a later."
-            raise not_arrived(ticket.channel, ticket.version, reason)
+            raise ticket.failure(f"this engine has version {self.version} already. Send a later.")
         return WeightUpdate(ticket.version, self._tensors(ticket), ticket.is_shared, self._is_whole)
 
     def _tensors(self, ticket: Ticket) -> Iterator[tuple[str, Tensor]]:
-        num = 0
+        is_empty = True
         for name, tensor in ticket.read(self._timeout_s):
-            num += 1
+            is_empty = False
             yield name, tensor
-        if not num:
-            raise not_arrived(ticket.channel, ticket.version, "there is not one tensor in it. Send them again.")
+        if is_empty:
+            raise ticket.failure("there is not one tensor in it. Send them again.")
         self.version = ticket.version

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from practicum.errors import RolloutError
 from practicum.weights.channel import (
     ChannelSettings,
     Deadline,
@@ -41,7 +40,7 @@ from practicum.weights.channel import (
 
 _ALIGNMENT = 16  # of each tensor in its bucket, so that any dtype can be viewed there
 _POLL_S = 0.0002
-# A group gives up by itself, so much later than whoever waits for it. NCCL's takes the whole process with it.
+# A group gives up by itself, so much later than those that wait for it. NCCL's takes the whole process with it.
 _GLOO_GRACE_S, _NCCL_GRACE_S = 0.3, 600.0
 _CALL_OFF_S = 10.0
 _NEARLY_S = 0.1  # gloo counts in milliseconds, and rounds down
@@ -74,22 +73,17 @@ class CollectiveTicket(Ticket):
             )
         _wait_for_all(store, self, deadline)
         with _Group(store, rank, self, deadline) as group:
-            memory = torch.empty(0, dtype=torch.uint8, device=group.device)
-            while (size := group.next_size())[0]:
-                table, memory = group.take(*size, memory)
+            for table, memory in group.buckets():
                 yield from rebuilt(memory, table)
             group.meet()
 
     def call_off(self) -> None:
-        with contextlib.suppress(RuntimeError):  # if the trainer is gone too, nobody waits
+        with contextlib.suppress(RuntimeError):  # the trainer is gone too, so no receiver waits
             self._store(_CALL_OFF_S).set(self.key("over"), "")
 
     def key(self, name: str) -> str:
         """Return the name under which the trainer's store keeps something about this invitation."""
         return f"{name}-{self.number}"
-
-    def failure(self, reason: str) -> RolloutError:
-        return not_arrived("collective", self.version, reason)
 
     def _store(self, timeout_s: float) -> Any:
         timeout = datetime.timedelta(seconds=timeout_s)
@@ -120,9 +114,9 @@ class CollectiveSender(Sender):
         deadline = Deadline(self.settings.timeout_s)
         _wait_for_all(self._store, ticket, deadline)
         with _Group(self._store, 0, ticket, deadline) as group:
-            for described, memory in _buckets(tensors, self.settings.bucket_bytes, group.device):
-                group.pass_on(described, memory)
-            group.pass_on(b"", None)
+            for table, memory in _buckets(tensors, self.settings.bucket_bytes, group.device):
+                group.send(table, memory)
+            group.end()
             group.meet()
         return ticket
 
@@ -142,10 +136,11 @@ class _Group:
         self._options = dist.BroadcastOptions()
         self._options.rootRank = self._options.rootTensor = 0
         own = PrefixStore(f"version-{ticket.number}", store)
-        make = _nccl if is_nccl else _gloo
-        timeout = datetime.timedelta(seconds=deadline.left_s + (_NCCL_GRACE_S if is_nccl else _GLOO_GRACE_S))
+        timeout_s = deadline.left_s + (_NCCL_GRACE_S if is_nccl else _GLOO_GRACE_S)
         with self._failures():
-            self._group = make(own, rank, ticket, timeout)
+            make, options = _nccl() if is_nccl else _gloo(ticket, timeout_s)
+            options._timeout = datetime.timedelta(seconds=timeout_s)
+            self._group = make(own, rank, ticket.num_receivers + 1, options)
 
     def __enter__(self) -> _Group:
         return self
@@ -156,27 +151,32 @@ class _Group:
                 self._group.abort()
         del self._group
 
-    def pass_on(self, described: bytes, memory: Tensor | None) -> None:
-        num_bytes = 0 if memory is None else len(memory)
-        self._broadcast(torch.tensor([len(described), num_bytes], device=self.device))
-        if memory is not None:
-            self._broadcast(torch.frombuffer(bytearray(described), dtype=torch.uint8).to(self.device))
-            if num_bytes:
-                self._broadcast(memory)
-
-    def next_size(self) -> tuple[int, int]:
-        size = torch.zeros(2, dtype=torch.int64, device=self.device)
-        self._broadcast(size)
-        return int(size[0]), int(size[1])
-
-    def take(self, num_described: int, num_bytes: int, spare: Tensor) -> tuple[list[Any], Tensor]:
-        """Receive a bucket, in the memory of the one before where it fits."""
-        described = torch.empty(num_described, dtype=torch.uint8, device=self.device)
+    def send(self, table: list[Any], memory: Tensor) -> None:
+        described = torch.frombuffer(bytearray(json.dumps(table).encode()), dtype=torch.uint8).to(self.device)
+        self._broadcast(torch.tensor([len(described), len(memory)], device=self.device))
         self._broadcast(described)
-        memory = spare if len(spare) >= num_bytes else spare.new_empty(num_bytes)
-        if num_bytes:
-            self._broadcast(memory[:num_bytes])
-        return json.loads(bytes(described.cpu().numpy())), memory
+        if len(memory):
+            self._broadcast(memory)
+
+    def end(self) -> None:
+        self._broadcast(torch.zeros(2, dtype=torch.int64, device=self.device))
+
+    def buckets(self) -> Iterator[tuple[list[Any], Tensor]]:
+        """Yield the tables and the memory of the buckets: each in that of the one before, where it fits."""
+        size = torch.zeros(2, dtype=torch.int64, device=self.device)
+        memory = torch.empty(0, dtype=torch.uint8, device=self.device)
+        while True:
+            self._broadcast(size)
+            num_described, num_bytes = size.tolist()
+            if not num_described:
+                return
+            described = memory.new_empty(num_described)
+            self._broadcast(described)
+            if len(memory) < num_bytes:
+                memory = memory.new_empty(num_bytes)
+            if num_bytes:
+                self._broadcast(memory[:num_bytes])
+            yield json.loads(bytes(described.cpu().numpy())), memory
 
     def meet(self) -> None:
         """Wait until all are here."""
@@ -211,23 +211,20 @@ class _Group:
             ) from error
 
 
-def _gloo(store: Any, rank: int, ticket: CollectiveTicket, timeout: datetime.timedelta) -> Any:
+def _gloo(ticket: CollectiveTicket, timeout_s: float) -> tuple[Any, Any]:
     options: Any = cast(Any, dist.ProcessGroupGloo)._Options()
-    options._timeout = timeout
     # The address by which this machine reaches the trainer's; its host name may stand for another, or for itself only.
-    with socket.create_connection((ticket.host, ticket.port), timeout.total_seconds()) as connection:
+    with socket.create_connection((ticket.host, ticket.port), timeout_s) as connection:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=connection.getsockname()[0])]
-    return dist.ProcessGroupGloo(store, rank, ticket.num_receivers + 1, options)
+    return dist.ProcessGroupGloo, options
 
 
-def _nccl(store: Any, rank: int, ticket: CollectiveTicket, timeout: datetime.timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, ticket.num_receivers + 1, options)
+def _nccl() -> tuple[Any, Any]:
+    return dist.ProcessGroupNCCL, dist.ProcessGroupNCCL.Options()
 
 
 def _wait_for_all(store: Any, ticket: CollectiveTicket, deadline: Deadline) -> None:
-    """Wait until all who were invited have come: the last of them puts that into the store, as does `call_off`."""
+    """Wait until all invited receivers have come: the last of them puts that into the store, as does `call_off`."""
     try:
         if store.add(ticket.key("arrivals"), 0) < ticket.num_receivers:
             with contextlib.suppress(dist.DistStoreError):  # the deadline
@@ -244,7 +241,7 @@ def _wait_for_all(store: Any, ticket: CollectiveTicket, deadline: Deadline) -> N
     )
 
 
-def _buckets(tensors: Tensors, num_bytes: int, device: torch.device) -> Iterator[tuple[bytes, Tensor]]:
+def _buckets(tensors: Tensors, num_bytes: int, device: torch.device) -> Iterator[tuple[list[Any], Tensor]]:
     """Yield tables and the memory they describe, always the same; large tensors go as they are, one by one."""
     memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     table: list[Any] = []
@@ -252,16 +249,16 @@ def _buckets(tensors: Tensors, num_bytes: int, device: torch.device) -> Iterator
     for name, tensor in tensors:
         size = tensor.numel() * tensor.element_size()
         if table and end + size > num_bytes:
-            yield json.dumps(table).encode(), memory[:end]
+            yield table, memory[:end]
             table, end = [], 0
         if size > num_bytes:
-            yield json.dumps([[*describe(name, tensor), 0]]).encode(), as_bytes(tensor.to(device).contiguous())
+            yield [[*describe(name, tensor), 0]], as_bytes(tensor.to(device).contiguous())
             continue
         table.append([*describe(name, tensor), end])
         next(rebuilt(memory, table[-1:]))[1].copy_(tensor)
         end = min(num_bytes, -(-(end + size) // _ALIGNMENT) * _ALIGNMENT)
     if table:
-        yield json.dumps(table).encode(), memory[:end]
+        yield table, memory[:end]
 
 
 def _first_line(error: BaseException) -> str:

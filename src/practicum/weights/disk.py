@@ -39,9 +39,8 @@ class DiskTicket(Ticket):
 
     def read(self, timeout_s: float) -> Iterator[tuple[str, Tensor]]:
         folder = Path(self.path)
-        index = _index(folder, self.version, Deadline(timeout_s))
         names: dict[str, list[str]] = {}
-        for name, file in index["weight_map"].items():
+        for name, file in self._index(Deadline(timeout_s))["weight_map"].items():
             if file != _CONSTANTS:  # engines have them from the files they were started with
                 names.setdefault(file, []).append(name)
         for file, own in names.items():
@@ -49,18 +48,34 @@ class DiskTicket(Ticket):
                 with safe_open(folder / file, framework="pt") as opened:
                     found = (opened.metadata() or {}).get("version")
                     if found != str(self.version):
-                        raise not_arrived(
-                            "disk", self.version, f"{folder / file} holds version {found}. Send them again."
-                        )
+                        raise self.failure(f"{folder / file} holds version {found}. Send them again.")
                     for name in own:
                         yield name, opened.get_tensor(name)
             except (OSError, SafetensorError) as error:
-                raise not_arrived(
-                    "disk",
-                    self.version,
+                raise self.failure(
                     f"{folder / file} cannot be read: {error}. It may have been cut off, or deleted because later "
-                    "versions were sent: send the newest again.",
+                    "versions were sent: send the newest again."
                 ) from error
+
+    def _index(self, deadline: Deadline) -> dict[str, dict[str, str]]:
+        index = Path(self.path) / _INDEX
+        while True:
+            try:
+                found: dict[str, dict[str, str]] = json.loads(index.read_text())
+                return found
+            except FileNotFoundError as error:
+                # A network file system may show on one machine later what another has written.
+                newer = [path for path in index.parent.parent.glob("version-*") if path.name > index.parent.name]
+                if newer or deadline.is_over:
+                    waited = f"it did not appear within {deadline.timeout_s:g} s"
+                    why = "only later versions are there" if newer else waited
+                    raise self.failure(
+                        f"{index} is missing: {why}. Send the newest again, to a folder that this machine "
+                        f"({os.uname().nodename}) can read."
+                    ) from error
+                time.sleep(_RETRY_S)
+            except (OSError, ValueError) as error:
+                raise self.failure(f"{index} cannot be read: {error}. Send them again.") from error
 
 
 class VersionFolders:
@@ -108,9 +123,8 @@ class DiskSender(Sender):
         self._complete = complete
 
     def _send(self, version: int, tensors: Tensors) -> DiskTicket:
-        return DiskTicket(
-            version, str(self._folders.add(version, lambda folder: self._write(folder, version, tensors)))
-        )
+        folder = self._folders.add(version, lambda folder: self._write(folder, version, tensors))
+        return DiskTicket(version, str(folder))
 
     def _write(self, folder: Path, version: int, tensors: Tensors) -> None:
         constants = {} if self._complete is None else self._complete(folder)
@@ -128,29 +142,6 @@ class DiskSender(Sender):
 
     def close(self) -> None:
         """Versions stay: they are models."""
-
-
-def _index(folder: Path, version: int, deadline: Deadline) -> dict[str, dict[str, str]]:
-    while True:
-        try:
-            found: dict[str, dict[str, str]] = json.loads((folder / _INDEX).read_text())
-            return found
-        except FileNotFoundError as error:
-            # A network file system may show on one machine later what another has written.
-            newer = [path for path in folder.parent.glob("version-*") if path.name > folder.name]
-            if newer or deadline.is_over:
-                why = "only later versions are there" if newer else f"it did not appear within {deadline.timeout_s:g} s"
-                raise not_arrived(
-                    "disk",
-                    version,
-                    f"{folder / _INDEX} is missing: {why}. Send the newest again, to a folder that this machine "
-                    f"({os.uname().nodename}) can read.",
-                ) from error
-            time.sleep(_RETRY_S)
-        except (OSError, ValueError) as error:
-            raise not_arrived(
-                "disk", version, f"{folder / _INDEX} cannot be read: {error}. Send them again."
-            ) from error
 
 
 def _parts(tensors: Tensors, most_bytes: int) -> Iterator[dict[str, Tensor]]:

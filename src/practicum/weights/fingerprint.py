@@ -36,7 +36,7 @@ class Bound:
 
 
 TIGHTEST = Bound(mean=1e-4, largest=1e-3)  # for any pair
-_HOPELESS = Bound(mean=0.25, largest=5.0)  # no rounding explains more
+_WIDEST = Bound(mean=0.25, largest=5.0)  # no rounding explains more
 _MARGIN = 5.0  # over what was measured when both had the same files
 _LEAST_SPREAD = 0.1
 
@@ -57,7 +57,7 @@ class Gap:
 
 
 def make_sequences(vocab_size: int, seed: int = 0) -> list[NDArray[np.int32]]:
-    """Return a few short sequences of different lengths, the same for everybody who asks with the same numbers."""
+    """Return a few short sequences of different lengths, the same for the same arguments."""
     random = np.random.default_rng(seed)
     return [random.integers(0, vocab_size, length).astype(np.int32) for length in (3, 9, 17, 26, 33, 48)]
 
@@ -69,20 +69,20 @@ class Fingerprint:
         self.sequences = make_sequences(vocab_size, seed)
         self.bound = bound
 
-    def compare(self, engine: str, version: int, expected: LogProbs, found: LogProbs) -> Gap:
-        """Return how far apart they are. Raises `RolloutError` where that is too far."""
-        return self._within(self.bound, engine, version, expected, found)
-
     def calibrate(self, engine: str, version: int, expected: LogProbs, found: LogProbs) -> Gap:
         """Set the bound by what is measured while both have loaded the same files and nothing has travelled yet.
 
         So a pair that agrees closely is held to it, and one that rounds coarsely is not suspected for it.
         """
-        gap = self._within(_HOPELESS, engine, version, expected, found)
+        gap = self.compare(engine, version, expected, found, _WIDEST)
         self.bound = Bound(max(TIGHTEST.mean, _MARGIN * gap.mean), max(TIGHTEST.largest, _MARGIN * gap.largest))
         return gap
 
-    def _within(self, bound: Bound, engine: str, version: int, expected: LogProbs, found: LogProbs) -> Gap:
+    def compare(
+        self, engine: str, version: int, expected: LogProbs, found: LogProbs, bound: Bound | None = None
+    ) -> Gap:
+        """Return how far apart they are. Raises `RolloutError` where that is further than the bound."""
+        bound = self.bound if bound is None else bound
         gap = measure(expected, found)
         if gap is None:
             raise RolloutError(

@@ -4,9 +4,9 @@
     receiver   /proc/<pid>/fd/<fd> ─ shared lock ─ head checked ─▶ tensors that are views of it
 
 The memory has no name in any folder (memfd): the kernel frees it when the last process that has it is gone, however it
-went, and the small /dev/shm of a container does not limit it. The lock lives as long as somebody looks at the mapping.
-The sender fills the same memory again if it is locked by nobody, which spares new pages, and takes another otherwise:
-what is being read never changes. Only the newest version is kept.
+went, and the small /dev/shm of a container does not limit it. The lock lives as long as a mapping.
+The sender fills the same memory again if no receiver has locked it, which spares new pages, and else takes
+another: what is being read never changes. Only the newest version is kept.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ from practicum.weights.channel import (
     Ticket,
     as_bytes,
     describe,
-    not_arrived,
     rebuilt,
 )
 
-_HEAD = struct.Struct("<16sqqq")  # who filled it, version, where its table is and how long
+_HEAD = struct.Struct("<16sqqq")  # sender, version, offset and length of the table
 _ALIGNMENT = 64
 _RETRY_S = 0.01
 
@@ -56,13 +55,49 @@ class ShmTicket(Ticket):
     sender: bytes
 
     def read(self, timeout_s: float) -> Iterator[tuple[str, Tensor]]:
-        memory = _mapped(self, Deadline(timeout_s))
+        memory = self._mapped(Deadline(timeout_s))
         _, _, start, length = _HEAD.unpack_from(memory)
         table: list[Any] = json.loads(memory[start : start + length])
         # Torch keeps the mapping, and with it the lock, for as long as one of its tensors is there.
         everything = torch.frombuffer(memory, dtype=torch.uint8)
         del memory
         yield from rebuilt(everything, table)
+
+    def _mapped(self, deadline: Deadline) -> mmap.mmap:
+        path = f"/proc/{self.pid}/fd/{self.fd}"
+        again = "Have the trainer send its weights again."
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self.failure(
+                f"process {self.pid} that sent them is gone, has closed the channel, or is none of this machine's "
+                f"({path}: {error.strerror}). {again}"
+            ) from error
+        try:
+            self._lock(fd, deadline)
+            head = os.pread(fd, _HEAD.size, 0)
+            sender, version, start, length = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", -1, 0, 0)
+            if sender != self.sender or version != self.version:
+                there = f"version {version} is there" if sender == self.sender else "nothing whole is there"
+                raise self.failure(f"they are no longer in memory ({there}). {again}")
+            if os.fstat(fd).st_size < start + length:
+                raise self.failure(f"the memory is shorter than it says. {again}")
+            # Copy on write: no receiver can change what others read. It keeps a duplicate of `fd`.
+            return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(fd)
+
+    def _lock(self, fd: int, deadline: Deadline) -> None:
+        """Wait for a shared lock: the sender holds its own only while it writes a later version."""
+        while True:
+            try:
+                return fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if deadline.is_over:
+                    raise self.failure(
+                        f"the sender, process {self.pid}, was still writing a later one after {deadline.timeout_s:g} s."
+                    ) from None
+                time.sleep(_RETRY_S)
 
 
 class ShmSender(Sender):
@@ -110,48 +145,6 @@ class ShmSender(Sender):
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):  # where `__init__` failed, or the process ends
             self.close()
-
-
-def _mapped(ticket: ShmTicket, deadline: Deadline) -> mmap.mmap:
-    path = f"/proc/{ticket.pid}/fd/{ticket.fd}"
-    again = "Have the trainer send its weights again."
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise not_arrived(
-            "shm",
-            ticket.version,
-            f"process {ticket.pid} that sent them is gone, has closed the channel, or is none of this machine's "
-            f"({path}: {error.strerror}). {again}",
-        ) from error
-    try:
-        _lock(fd, ticket, deadline)
-        head = os.pread(fd, _HEAD.size, 0)
-        sender, version, start, length = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", -1, 0, 0)
-        if sender != ticket.sender or version != ticket.version:
-            there = f"version {version} is there" if sender == ticket.sender else "nothing whole is there"
-            raise not_arrived("shm", ticket.version, f"they are no longer in memory ({there}). {again}")
-        if os.fstat(fd).st_size < start + length:
-            raise not_arrived("shm", ticket.version, f"the memory is shorter than it says. {again}")
-        # Copy on write: nobody who reads can change what others read. It keeps a duplicate of `fd`.
-        return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
-    finally:
-        os.close(fd)
-
-
-def _lock(fd: int, ticket: ShmTicket, deadline: Deadline) -> None:
-    """Wait for a shared lock: the sender holds its own only while it writes a later version."""
-    while True:
-        try:
-            return fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if deadline.is_over:
-                raise not_arrived(
-                    "shm",
-                    ticket.version,
-                    f"the sender, process {ticket.pid}, was still writing a later one after {deadline.timeout_s:g} s.",
-                ) from None
-            time.sleep(_RETRY_S)
 
 
 def _aligned(offset: int) -> int:

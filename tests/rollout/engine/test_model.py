@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from practicum.errors import RolloutError
-from practicum.models import load_model
+from practicum.models import eos_ids, load_model
 from practicum.rollout.engine.loop import LocalRollout
-from practicum.rollout.engine.model import eos_ids
 from practicum.rollout.hf import HFRollout
 from practicum.types import Prompt, PromptGroup, SamplingParams
 from practicum.weights import WeightUpdate
@@ -117,6 +116,6 @@ def test_all_ends_of_text_count(model: Any, tokenizer: Any) -> None:
     try:
         for declared, expected in ((None, {own}), (own, {own}), ([own, 9], {own, 9})):
             model.generation_config.eos_token_id = declared
-            assert set(eos_ids(model, tokenizer)) == expected
+            assert set(eos_ids(model.generation_config, tokenizer)) == expected
     finally:
         model.generation_config.eos_token_id = before

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from practicum.errors import RolloutError
-from practicum.models import load_model, load_tokenizer
+from practicum.models import eos_ids, load_model, load_tokenizer
 from practicum.replay import RouteRecorder
 from practicum.replay.hooks import RouterShape
 from practicum.rollout.engine.sequence import Request, Sequence, check_length, check_tokens
@@ -44,7 +44,7 @@ class EngineModel:
         self.device = device
         self.tokenizer = load_tokenizer(path)
         self.module: Any = load_model(path, dtype).eval().requires_grad_(False)
-        self.eos_ids = eos_ids(self.module, self.tokenizer)
+        self.eos_ids = eos_ids(self.module.generation_config, self.tokenizer)
         self.version = 0
         self.recorder = RouteRecorder(self.module) if keep_routes else None
         self._stays_loaded = stays_loaded
@@ -191,10 +191,3 @@ def max_positions(model_config: Any) -> int | None:
     """Return the longest sequence a model is made for; None if its config does not say."""
     longest: int | None = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     return longest
-
-
-def eos_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Return all tokens that end a text, by the model's generation settings and by its tokenizer."""
-    declared = model.generation_config.eos_token_id
-    declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
-    return sorted({int(tokenizer.eos_token_id), *map(int, declared)})

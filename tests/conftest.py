@@ -29,7 +29,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def classifier_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.rollout.server.models import save_classifier
+    from tests.models import save_classifier
 
     return save_classifier(tmp_path_factory.mktemp("classifier") / "model")
 

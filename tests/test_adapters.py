@@ -29,7 +29,7 @@ from practicum.adapters import (
 )
 from practicum.errors import ModelError
 from practicum.models import DTYPES, empty_model, load_config, load_model, load_tokenizer, plain_path, save_merged
-from tests.weights.families import save_family
+from tests.models import save_small
 
 RANK4 = LoraSettings(4, 8)
 IDS = torch.arange(12)[None]
@@ -81,7 +81,7 @@ def test_only_adapters_learn_and_at_first_they_change_nothing(tiny_model: Path) 
 def test_all_linear_leaves_out_the_output_layer_routers_and_experts(
     family: str, targets: set[str], tmp_path: Path
 ) -> None:
-    config = load_config(str(save_family(family, tmp_path)))
+    config = load_config(str(save_small(family, tmp_path)))
     found = find_targets(empty_model(config), RANK4)
     assert {name.rpartition(".")[2] for name in found} == targets
 
@@ -94,7 +94,7 @@ def test_merged_weights_make_the_plain_model_that_does_the_same(family: str, tmp
 
         tiny(family).save_pretrained(path)
     else:
-        save_family(family, path)
+        save_small(family, path)
     model = stirred(path)
     plain = load_model(str(path)).eval()
     assert (logits(plain) - logits(model)).abs().max() > 1e-2
@@ -121,7 +121,7 @@ def test_adapters_alone_make_the_same_model(family: str, tmp_path: Path) -> None
 
         tiny(family).save_pretrained(path)
     else:
-        save_family(family, path)
+        save_small(family, path)
     settings = LoraSettings(4, 6)  # a scale that rounds
     model, plain = stirred(path, settings), load_model(str(path))
     merged = {name: tensor.clone() for name, tensor in merged_weights(model, torch.Tensor.detach)}
@@ -203,7 +203,7 @@ def test_a_base_that_is_gone_is_named(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_adapters_of_another_model_are_refused(tiny_model: Path, tmp_path: Path) -> None:
-    other = save_family("qwen3_moe", tmp_path / "other")
+    other = save_small("qwen3_moe", tmp_path / "other")
     folder = save(stirred(other), other, tmp_path / "adapters")
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(tiny_model)}))
@@ -223,7 +223,7 @@ def test_adapters_of_another_model_are_refused(tiny_model: Path, tmp_path: Path)
     ],
 )
 def test_what_cannot_have_an_adapter_is_said(family: str, target: str, reason: str, tmp_path: Path) -> None:
-    model = empty_model(load_config(str(save_family(family, tmp_path))))
+    model = empty_model(load_config(str(save_small(family, tmp_path))))
     with pytest.raises(ModelError) as refused:
         find_targets(model, LoraSettings(4, 8, (target,)))
     assert reason in str(refused.value)

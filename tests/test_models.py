@@ -23,7 +23,7 @@ from practicum.models import (
     load_tokenizer,
     resolve_device,
 )
-from tests.rollout.server.models import save_classifier
+from tests.models import save_classifier
 
 
 def test_a_folder_loads_model_and_tokenizer(tiny_model: Path) -> None:

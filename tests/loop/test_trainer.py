@@ -17,7 +17,7 @@ from practicum.errors import ConfigError, DataError, ModelError, ReplayError, Re
 from practicum.loop.explain import explanation
 from practicum.loop.run_folder import read_best, read_metrics
 from practicum.models import load_model
-from tests.rollout.server.models import save_classifier
+from tests.models import save_classifier
 
 MakeConfig = Callable[..., Config]
 
@@ -391,7 +391,7 @@ def test_a_resumed_run_with_r2_is_the_uninterrupted_one(make_config: MakeConfig,
 
 
 def test_replay_of_a_dense_model_is_refused_by_name(make_config: MakeConfig, tmp_path: Path) -> None:
-    from tests.rollout.families import save_family
+    from tests.models import save_family
 
     folder = save_family("llama", tmp_path / "llama")
     for mode in ("R2", "R3"):

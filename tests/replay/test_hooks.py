@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from practicum.errors import ReplayError
 from practicum.models import empty_model, load_model
 from practicum.replay import RouteRecorder, RouteReplayer, check_replayable, find_routers, router_shape
-from tests.rollout.families import DENSE, MIXED, UNSUPPORTED, save_family
+from tests.models import DENSE, MIXED, UNSUPPORTED, save_family
 
 FAMILIES = [*MIXED, "gpt_oss"]
 assert {"qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss"} <= set(FAMILIES)

@@ -17,7 +17,7 @@ from practicum.models import load_model, load_tokenizer
 from practicum.replay import Placed, Recording, ReplaySession, ReplaySettings, ReplayStats, RouteRecorder
 from practicum.replay.session import laid_out, model_fingerprint, tokenizer_fingerprint
 from practicum.types import Sample, Score
-from tests.rollout.families import save_family
+from tests.models import save_family
 from tests.samples import make_sample, with_routes
 
 SAMPLES = [

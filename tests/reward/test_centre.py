@@ -19,10 +19,11 @@ from practicum.reward import check_reward, open_reward_centre
 from practicum.reward.manager import RewardLoopManager
 from practicum.reward.report import GradingReport, Progress
 from practicum.types import PromptGroup, Score
+from tests.models import save_classifier
 from tests.reward.builders import function, groups_for, groups_of, samples_of, scores_of
 from tests.reward.fakes import FakeService, hang, run, saying
 from tests.rewards import most_at_a_time
-from tests.rollout.server.models import ask, save_classifier
+from tests.rollout.server.client import ask
 
 WAIT_S = 20.0
 

@@ -25,7 +25,8 @@ from practicum.controller.loop import run_sync
 from practicum.errors import ModelError, ResourceError, RewardError
 from practicum.reward import model_manager
 from practicum.reward.model_manager import RewardModelManager, check_reward_model, watched
-from tests.rollout.server.models import ask, ask_all, save_classifier, score_of
+from tests.models import save_classifier
+from tests.rollout.server.client import ask, ask_all, score_of
 
 WAIT_S = 60.0
 

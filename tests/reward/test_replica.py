@@ -11,8 +11,9 @@ from practicum.config import RewardModelConfig
 from practicum.controller import LocalWorkerGroup, RayClassWithInitArgs
 from practicum.errors import ResourceError, WorkerError
 from practicum.reward.replica import PlacedReplica, RewardModelReplica
+from tests.models import save_classifier
 from tests.reward.fakes import run
-from tests.rollout.server.models import ask, save_classifier, score_of
+from tests.rollout.server.client import ask, score_of
 
 
 def start(config: RewardModelConfig, *, asleep: bool = False) -> LocalWorkerGroup[RewardModelReplica]:

@@ -22,8 +22,8 @@ from practicum.rollout.hf import HFRollout
 from practicum.rollout.native import NativeRollout
 from practicum.types import Prompt, PromptGroup, Sample, SamplingParams
 from practicum.weights import WeightUpdate
+from tests.models import DENSE, MIXED, UNSUPPORTED, save_family
 from tests.rollout.contract import CLOSE, EngineContract, full_forward, group_of, run, sequences_of, tokens_of, written
-from tests.rollout.families import DENSE, MIXED, UNSUPPORTED, save_family
 
 CPU: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
 

@@ -14,8 +14,8 @@ from practicum.models import load_model
 from practicum.rollout.hf import HFRollout
 from practicum.rollout.native import NativeRollout
 from practicum.types import SamplingParams
+from tests.models import DENSE, MIXED, save_family
 from tests.rollout.contract import CLOSE, EngineContract, full_forward, run, tokens_of, written
-from tests.rollout.families import DENSE, MIXED, save_family
 from tests.rollout.test_native import odd_groups
 
 pytestmark = [

@@ -28,9 +28,9 @@ from practicum.train import ActorSettings, ActorWorker, MiniBatch, UpdateStats, 
 from practicum.types import Sample, Score
 from practicum.weights import TIGHTEST, Bound, ChannelSettings, Fingerprint, WeightReceiver, choose
 from practicum.weights.fingerprint import make_sequences, measure
+from tests.models import save_small
 from tests.samples import make_sample, with_routes
 from tests.train.test_model import tiny
-from tests.weights.families import save_family
 
 BOUNDS = {"float32": TIGHTEST, "bfloat16": Bound(mean=0.05, largest=0.5)}
 SAMPLES = [
@@ -336,7 +336,7 @@ def test_a_version_can_be_sent_again_until_something_is_learnt(tiny_model: Path)
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen3_moe, tied", "mixtral", "deepseek_v3"])
 def test_names_are_those_of_an_engines_model_and_a_version_on_disk_is_a_model(family: str, tmp_path: Path) -> None:
-    model = save_family(family, tmp_path / "model")
+    model = save_small(family, tmp_path / "model")
     group = LocalWorkerGroup(RayClassWithInitArgs(ActorWorker, settings(model)), name="actor")
     try:
         group.map(ActorWorker.update, mini_batches(SAMPLES, 1, 200))

@@ -19,6 +19,7 @@ from practicum.train import ActorWorker, ReferenceWorker
 from practicum.train import actor as actor_module
 from practicum.weights import ChannelSettings, WeightReceiver
 from practicum.weights.fingerprint import make_sequences
+from tests.models import save_small
 from tests.train.test_actor import (
     SAMPLES,
     SCORED,
@@ -31,7 +32,6 @@ from tests.train.test_actor import (
     updated,
 )
 from tests.train.test_reference import reference
-from tests.weights.families import save_family
 
 LORA = LoraSettings(4, 8)
 LEARNS: dict[str, Any] = {"lora": LORA, "lr": 1e-2}
@@ -64,7 +64,7 @@ def assert_engine_agrees(group: WorkerGroup[ActorWorker], model: Path, version: 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen3_moe, tied", "mixtral", "deepseek_v3"])
 def test_engines_get_merged_weights_and_nothing_drifts(family: str, tmp_path: Path) -> None:
-    path = save_family(family, tmp_path / "model")
+    path = save_small(family, tmp_path / "model")
     before = {name: tensor.clone() for name, tensor in load_model(str(path)).named_parameters()}
     with one_actor(path) as group:
         for version in range(1, 6):

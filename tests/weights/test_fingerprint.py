@@ -13,7 +13,7 @@ from practicum.errors import RolloutError
 from practicum.models import load_model
 from practicum.weights import TIGHTEST, Bound, Fingerprint
 from practicum.weights.fingerprint import make_sequences, measure
-from tests.weights.families import save_family
+from tests.models import save_small
 
 BOUNDS = {"float32": TIGHTEST, "bfloat16": Bound(mean=0.05, largest=0.5)}
 
@@ -59,7 +59,7 @@ def test_what_cannot_be_compared_is_an_error(spoil: Any) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rounding_passes_and_misplaced_weights_do_not(family: str, dtype: str, tmp_path: Path) -> None:
-    folder = str(save_family(family, tmp_path))
+    folder = str(save_small(family, tmp_path))
     torch_dtype = getattr(torch, dtype)
     trainer, engine = load_model(folder, torch_dtype).eval(), load_model(folder, torch_dtype).eval()
     fingerprint = Fingerprint(18, BOUNDS[dtype])

@@ -12,9 +12,9 @@ from practicum.models import load_model
 from practicum.rollout.engine.cpu.kernels import load_kernels
 from practicum.rollout.native import NativeRollout
 from practicum.types import Prompt, PromptGroup, SamplingParams
-from tests.rollout import families
+from tests import models
+from tests.models import DENSE, MIXED, save_family
 from tests.rollout.contract import CLOSE, full_forward, run, written
-from tests.rollout.families import DENSE, MIXED, save_family
 
 CPU: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
 OTHERWISE = {"olmoe", "deepseek_v3"}  # norms over all heads at once; keys and values that are unpacked
@@ -46,7 +46,7 @@ def test_most_families_decode_past_transformers_forward(family: str, tmp_path: P
 def test_a_model_of_the_usual_parts_that_computes_otherwise_goes_the_usual_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(families.DENSE, "granite", {"residual_multiplier": 0.5, "attention_multiplier": 0.3})
+    monkeypatch.setitem(models.DENSE, "granite", {"residual_multiplier": 0.5, "attention_multiplier": 0.3})
     is_past, difference = goes_past_forward(NativeRollout(str(save_family("granite", tmp_path)), **CPU, max_batch=4))
     assert not is_past
     assert difference < CLOSE

@@ -13,7 +13,7 @@ import torch
 from practicum.errors import ModelError, ResourceError
 from practicum.models import load_classifier, load_model
 from practicum.rollout.engine.sleep import SleepingWeights
-from tests.rollout.server.models import save_classifier
+from tests.models import save_classifier
 
 CPU = torch.device("cpu")
 IDS = torch.arange(2, 12)[None]

@@ -26,8 +26,8 @@ from practicum.rollout.server.errors import (
     error_response,
 )
 from practicum.rollout.server.metrics import Metrics
+from tests.rollout.server.client import ask
 from tests.rollout.server.fakes import WAIT_S, FakeClassifier, Served, doubled
-from tests.rollout.server.models import ask
 
 
 @pytest.fixture

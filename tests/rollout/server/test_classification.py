@@ -19,8 +19,9 @@ from practicum.models import load_classifier, load_tokenizer
 from practicum.rollout.server import ClassificationService
 from practicum.rollout.server.classification import Batcher, Classifier, plan_batches
 from practicum.rollout.server.encoder import Ids
+from tests.models import save_classifier
+from tests.rollout.server.client import ask, texts
 from tests.rollout.server.fakes import Served
-from tests.rollout.server.models import ask, save_classifier, texts
 
 CHAT = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
 

@@ -21,8 +21,9 @@ from practicum.models import load_model, load_tokenizer
 from practicum.rollout.engines import EngineSettings
 from practicum.rollout.schemas import CompletionRequest
 from practicum.rollout.server import generation_service
+from tests.models import save_classifier
+from tests.rollout.server.client import ask, ask_all
 from tests.rollout.server.fakes import WAIT_S, Served, StepEngine
-from tests.rollout.server.models import ask, ask_all, save_classifier
 
 TOKEN = "secret"
 CHAT: Any = [{"role": "user", "content": "1+2="}]

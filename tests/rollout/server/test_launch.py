@@ -7,8 +7,8 @@ import pytest
 
 from practicum.errors import ConfigError, ModelError
 from practicum.rollout.server import ClassificationService, GenerationService, service_of
+from tests.rollout.server.client import ask
 from tests.rollout.server.fakes import Served
-from tests.rollout.server.models import ask
 from tests.test_adapters import save_adapted
 
 CHOICES: dict[str, Any] = {"engine": "hf", "device": "cpu", "dtype": "float32", "max_batch": 4}

@@ -13,7 +13,7 @@ from practicum.models import load_model
 from practicum.train.batch import spans_of
 from practicum.train.cuda import speed_up
 from practicum.train.model import LogProbModel
-from tests.rollout.families import save_family
+from tests.models import save_family
 
 pytestmark = [
     pytest.mark.gpu,

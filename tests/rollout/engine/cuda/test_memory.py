@@ -11,8 +11,8 @@ from practicum.errors import ResourceError
 from practicum.models import load_model
 from practicum.rollout.engine.cuda.virtual_memory import VirtualMemory
 from practicum.rollout.engine.cuda.weights import DeviceWeights
+from tests.models import save_family
 from tests.rollout.engine.cuda.device import DEVICE, HAS_CUDA, emulate_cuda
-from tests.rollout.families import save_family
 
 needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")
 

@@ -18,9 +18,9 @@ from practicum.rollout.hf import HFRollout
 from practicum.rollout.native import NativeRollout
 from practicum.types import Prompt, PromptGroup, RoutedExperts, SamplingParams
 from practicum.weights import WeightUpdate
+from tests.models import save_family
 from tests.rollout.contract import CLOSE, EngineContract, check_blocks, full_forward, run, tokens_of, written
 from tests.rollout.engine.cuda.device import DEVICE, HAS_CUDA, HAS_KERNELS, emulate_cuda
-from tests.rollout.families import save_family
 from tests.rollout.test_native import odd_groups
 
 if not HAS_KERNELS:

@@ -1,4 +1,4 @@
-"""Tiny reward models on disk, and a client to ask them."""
+"""A client to ask model servers, and what to ask."""
 
 from __future__ import annotations
 
@@ -7,37 +7,9 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import aiohttp
-
-
-def save_classifier(folder: Path, *, seed: int = 0, tokenizer: Any = None, **changes: Any) -> Path:
-    """A Llama with a classification head; like many such models it names no padding token."""
-    import torch
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
-    from practicum.demo.arithmetic import make_tokenizer
-
-    torch.manual_seed(seed)
-    shape: dict[str, Any] = {
-        "vocab_size": 18,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "num_labels": 1,
-        "pad_token_id": None,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "initializer_range": 0.2,
-    }
-    LlamaForSequenceClassification(LlamaConfig(**(shape | changes))).save_pretrained(folder)
-    (tokenizer or make_tokenizer()).save_pretrained(folder)
-    return folder
 
 
 def texts(num: int, longest: int = 40) -> list[str]:

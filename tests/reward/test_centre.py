@@ -14,6 +14,7 @@ import pytest
 from practicum.config import RewardConfig
 from practicum.controller import Controller, open_controller
 from practicum.controller.host import free_port
+from practicum.controller.loop import run_sync
 from practicum.errors import RewardError, WorkerError
 from practicum.reward import check_reward, open_reward_centre
 from practicum.reward.manager import RewardLoopManager
@@ -21,7 +22,7 @@ from practicum.reward.report import GradingReport, Progress
 from practicum.types import PromptGroup, Score
 from tests.models import save_classifier
 from tests.reward.builders import function, groups_for, groups_of, samples_of, scores_of
-from tests.reward.fakes import FakeService, hang, run, saying
+from tests.reward.fakes import DEADLINE_S, FakeService, hang, saying
 from tests.rewards import most_at_a_time
 from tests.rollout.server.client import ask
 
@@ -48,10 +49,10 @@ def with_centre(
     controller: Controller, test: Callable[[RewardLoopManager], Awaitable[None]], reward: RewardConfig, **options: Any
 ) -> None:
     async def within() -> None:
-        async with open_reward_centre(reward, controller, **options) as manager:
+        async with asyncio.timeout(DEADLINE_S), open_reward_centre(reward, controller, **options) as manager:
             await test(manager)
 
-    run(within)
+    run_sync(within())  # on the driver's loop, on which a group in this process is closed
 
 
 def graded(

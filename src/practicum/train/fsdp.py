@@ -28,9 +28,11 @@ def join_ranks(context: WorkerContext, device: torch.device, timeout_s: float) -
         raise ResourceError("another run is open in this process: end it first (close its generator), or use Ray.")
     if device.type == "cuda":
         torch.cuda.set_device(0)  # each worker sees only its own device
+    address = {"init_method": f"tcp://{context.master_address}:{context.master_port}"}
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"tcp://{context.master_address}:{context.master_port}",
+        # A single rank meets nobody, and needs no port that another run may have taken meanwhile.
+        **({"store": dist.HashStore()} if context.world_size == 1 else address),
         rank=context.rank,
         world_size=context.world_size,
         timeout=datetime.timedelta(seconds=timeout_s),

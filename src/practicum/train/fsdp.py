@@ -32,7 +32,7 @@ def join_ranks(context: WorkerContext, device: torch.device, timeout_s: float) -
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         # A single rank meets nobody, and needs no port that another run may have taken meanwhile.
-        **({"store": dist.HashStore()} if context.world_size == 1 else address),
+        **({"store": dist.HashStore()} if context.world_size == 1 else address),  # type: ignore[attr-defined]
         rank=context.rank,
         world_size=context.world_size,
         timeout=datetime.timedelta(seconds=timeout_s),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from practicum.errors import RolloutError
-from practicum.rollout import BaseRollout
+from practicum.rollout import BaseRollout, base
 from practicum.rollout.engine.sequence import Sequence
 from practicum.types import Prompt, PromptGroup, Sample, SamplingParams
 
@@ -235,6 +235,27 @@ async def test_leaving_early_aborts_the_rest() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not engine.running
+    await new_weights(engine, 1)
+
+
+@on_loop
+async def test_leaving_ends_though_the_engine_does_not_let_go(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(base, "_LET_GO_TIMEOUT_S", 0.01)
+    engine = FakeEngine()
+    end, engine.end = engine.end, lambda sequence: None  # type: ignore[method-assign]
+    task = asyncio.create_task(engine.write([sequence_of(), sequence_of()]))
+    await engine.step()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 5)
+    assert "not let go of 2 answers within 0.01 s, to prompt p" in caplog.text
+    with pytest.raises(TimeoutError, match="not free"):  # it writes on
+        async with engine.exclusive(timeout_s=0.01):
+            pytest.fail("something is under way")
+    engine.end = end  # type: ignore[method-assign]
+    await engine.finish()
     await new_weights(engine, 1)
 
 

@@ -24,6 +24,7 @@ All methods are called on one event loop, so none needs a lock.
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
@@ -39,6 +40,9 @@ from practicum.types import PromptGroup, Sample, Trajectory
 from practicum.weights import WeightUpdate
 
 EXCLUSIVE_TIMEOUT_S = 1800.0
+_LET_GO_TIMEOUT_S = 60.0
+
+log = logging.getLogger("practicum.rollout")
 
 
 class BaseRollout(ABC):
@@ -266,7 +270,11 @@ class BaseRollout(ABC):
             for sequence in sequences:
                 self._open.pop(sequence, None)
             if left:
-                await asyncio.wait([sequence.done for sequence in left])
+                await asyncio.wait([sequence.done for sequence in left], timeout=_LET_GO_TIMEOUT_S)
+                if late := [sequence for sequence in left if not sequence.done.done()]:
+                    # Logged, not raised: that would replace what the caller was left by, such as its cancellation.
+                    what = "the engine has not let go of %d answers within %g s, to prompt %s"
+                    log.error(what, len(late), _LET_GO_TIMEOUT_S, ", ".join({one.prompt.id: None for one in late}))
 
     @property
     def _holds_sequences(self) -> bool:

@@ -113,10 +113,8 @@ class HFRollout(LocalRollout):
         self._queue = [sequence for sequence in self._queue if sequence not in gone]
         return ended
 
-    def _reset(self) -> list[Sequence]:
-        begun = [row for row in self._rows if row is not None]
+    def _reset(self) -> None:
         self._rows = []
-        return begun
 
     @property
     def _has_work(self) -> bool:

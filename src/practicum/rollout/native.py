@@ -118,9 +118,9 @@ class NativeRollout(LocalRollout):
         self._collect(0)  # what is in flight must not be taken for tokens of what may be submitted again
         return self._scheduler.remove(list(sequences))
 
-    def _reset(self) -> list[Sequence]:
+    def _reset(self) -> None:
         self.model.reset()
-        return self._scheduler.reset(self.model.num_blocks or 0)
+        self._scheduler.reset(self.model.num_blocks or 0)
 
     @property
     def _has_work(self) -> bool:

@@ -16,6 +16,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -46,6 +47,8 @@ class LocalRollout(BaseRollout):
         self._is_awake = self._is_closed = False
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._results: list[_Result] = []
+        self._unanswered: dict[Sequence, None] = {}  # that the thread was given and has neither sample nor error for
+        self._refusals: dict[Sequence, Exception] = {}  # of `on_tokens`, until the engine has let go of the sequence
         opened: Future[EngineModel] = Future()
         weakref.finalize(self, self._commands.put, None)
         work = weakref.ref(self), self._commands, open_model, opened
@@ -86,7 +89,7 @@ class LocalRollout(BaseRollout):
     async def close(self) -> None:
         """Give all memory back. What is under way fails."""
         if not self._is_closed:
-            shut = self._call(partial(self._shut, list(self._under_way)))
+            shut = self._call(self._shut)
             self._is_closed, self._is_awake = True, False
             await shut
             self._commands.put(None)
@@ -111,15 +114,26 @@ class LocalRollout(BaseRollout):
 
     def _work(self, command: _Command) -> None:
         """Do what a command asks for, and write until there is nothing to write."""
-        command()
+        try:
+            command()
+        except Exception as error:  # of any kind: it fails what was begun, and the engine lives on
+            self._recover(error)
         self._deliver()
         while self._has_work:
-            self._poll()
             try:
+                self._poll()
                 self._step()
-            except Exception as error:  # of any kind: it fails what was begun, and the engine lives on
-                self._fail(self._reset(), error)
+            except Exception as error:
+                self._recover(error)
             self._deliver()
+
+    def _recover(self, error: Exception) -> None:
+        """Fail what was begun, and what the error came upon half way out; what waits, waits on."""
+        self._reset()
+        waiting = self._remove(list(self._unanswered))
+        self._add(waiting)
+        kept = set(waiting)
+        self._fail([sequence for sequence in self._unanswered if sequence not in kept], error)
 
     def _poll(self) -> None:
         """Do what was asked for since the last step."""
@@ -131,12 +145,18 @@ class LocalRollout(BaseRollout):
             command()
 
     def _begin(self, sequences: list[Sequence]) -> None:
+        self._unanswered.update(dict.fromkeys(sequences))
         for sequence in sequences:
             sequence.begin(self.eos_ids, self.model.tokenizer)
         self._add(sequences)
 
     def _abort(self, sequences: list[Sequence]) -> None:
-        self._finish(self._remove(sequences), "abort")
+        try:
+            stopped = self._remove(sequences)
+        except Exception as error:
+            self._recover(error)
+            stopped = self._remove(sequences)  # those that waited
+        self._finish(stopped, "abort")
 
     def _wake(self) -> None:
         self.model.wake()
@@ -149,8 +169,10 @@ class LocalRollout(BaseRollout):
         assert not self._has_work, "update_weights while answers are written"
         self.model.load_weights(update)
 
-    def _shut(self, under_way: list[Sequence]) -> None:
-        self._fail([*self._reset(), *self._remove(under_way)], RolloutError("the engine has been closed"))
+    def _shut(self) -> None:
+        self._reset()
+        self._remove(list(self._unanswered))
+        self._fail(list(self._unanswered), RolloutError("the engine has been closed"))
         self.model.close()
         self._deliver()
 
@@ -167,8 +189,8 @@ class LocalRollout(BaseRollout):
         """Bring everything under way a token or more forward."""
 
     @abstractmethod
-    def _reset(self) -> list[Sequence]:
-        """Stop writing, after a failure; return what was begun."""
+    def _reset(self) -> None:
+        """Forget what was begun, after a failure; what waits, waits on."""
 
     @property
     @abstractmethod
@@ -189,10 +211,15 @@ class LocalRollout(BaseRollout):
             routes = None if shape is None else sequence.routed_experts(shape)
             sample = sequence.to_sample(self.model.tokenizer, self.model.version, reason, routes)
             sequence.finish_reason = sample.finish_reason
-            self._results.append((sequence, sequence.done, sample))
+            self._answer(sequence, sample)
 
-    def _fail(self, sequences: Iterable[Sequence], error: Exception) -> None:
-        self._results += [(sequence, sequence.done, error) for sequence in sequences]
+    def _fail(self, sequences: Iterable[Sequence], error: BaseException) -> None:
+        for sequence in sequences:
+            self._answer(sequence, error)
+
+    def _answer(self, sequence: Sequence, result: Sample | BaseException) -> None:
+        self._unanswered.pop(sequence, None)
+        self._results.append((sequence, sequence.done, result))
 
     def _deliver(self) -> None:
         """Send results to the event loop."""
@@ -202,7 +229,29 @@ class LocalRollout(BaseRollout):
         loops = {done.get_loop() for _, done, _ in results}
         for loop in loops:
             own = results if len(loops) == 1 else [result for result in results if result[1].get_loop() is loop]
-            _call_soon(loop, _resolve, own)
+            _call_soon(loop, self._resolve, own)
+
+    # On the event loop again
+
+    def _resolve(self, results: list[_Result]) -> None:
+        for sequence, done, result in results:
+            if isinstance(result, tuple):
+                if done.done() or sequence in self._refusals:
+                    continue
+                assert sequence.on_tokens is not None
+                try:
+                    sequence.on_tokens(*result)
+                except Exception as error:  # the caller's own: it fails this sequence alone, written no more
+                    self._refusals[sequence] = error
+                    self.abort_submitted([sequence])
+                continue
+            result = self._refusals.pop(sequence, result)
+            if done.done():
+                continue
+            if isinstance(result, Sample):
+                done.set_result(result)
+            else:
+                done.set_exception(result)
 
 
 def _run(
@@ -222,24 +271,16 @@ def _run(
         own = engine()
         if own is None:
             return
-        own._work(command)
+        try:
+            own._work(command)
+        except BaseException as error:  # it could not recover: nobody is to wait for what may never come
+            left = list(own._unanswered)
+            own._fail(left, error)
+            own._deliver()
+            with suppress(Exception):  # the reason has been told; what comes next fails with its own
+                own._reset()
+                own._remove(left)
         del own, command
-
-
-def _resolve(results: list[_Result]) -> None:
-    for sequence, done, result in results:
-        if done.done():
-            continue
-        if isinstance(result, Sample):
-            done.set_result(result)
-        elif isinstance(result, BaseException):
-            done.set_exception(result)
-        else:
-            assert sequence.on_tokens is not None
-            try:
-                sequence.on_tokens(*result)
-            except Exception as error:  # the caller's own: it fails this sequence alone
-                done.set_exception(error)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:

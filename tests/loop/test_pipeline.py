@@ -535,7 +535,7 @@ def test_leaving_the_loop_early_ends_what_runs_ahead_even_in_the_middle(
     next(steps)
     start = time.monotonic()
     steps.close()  # type: ignore[attr-defined]
-    assert time.monotonic() - start < WAIT_S
+    assert time.monotonic() - start < 60
 
 
 def test_without_staleness_nothing_is_told_of_ages_and_nobody_waits(make_config: MakeConfig) -> None:

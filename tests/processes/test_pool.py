@@ -104,11 +104,9 @@ def test_as_many_at_a_time_as_there_are_processes_and_waiting_is_told_from_runni
     async def test() -> None:
         async with pool_of(Tricks(), size=2) as pool:
             await asyncio.gather(*(pool.run(("nap", 0.05), 10) for _ in range(2)))
-            start = time.monotonic()
             results = await asyncio.gather(*(pool.run(("nap", 0.2), 10) for _ in range(4)))
-            assert 0.4 <= time.monotonic() - start < 1.5
-            assert all(result.ran_s >= 0.2 for result in results)
-            assert [result.waited_s > 0.15 for result in results] == [False, False, True, True]
+            shortest_s = min(result.ran_s for result in results)
+            assert [result.waited_s > shortest_s / 2 for result in results] == [False, False, True, True]
 
     run(test)
 
@@ -144,10 +142,8 @@ def test_a_job_fails_by_its_own_fault_and_alone(what: str, argument: Any, kind: 
 def test_a_job_that_cuts_itself_off_is_ended_before_its_time() -> None:
     async def test() -> None:
         async with pool_of(Tricks()) as pool:
-            start = time.monotonic()
             kind, reason = await outcome(pool, "close_sockets", 60.0, timeout_s=20.0)
             assert (kind, reason) == ("crashed", "closed the connection of the process it ran in")
-            assert time.monotonic() - start < 5
 
     run(test)
 
@@ -306,9 +302,7 @@ def test_closing_fails_what_is_left_and_is_safe_to_repeat() -> None:
 def test_coroutines_share_a_process_and_run_side_by_side() -> None:
     async def test() -> None:
         async with pool_of(AsyncTricks(), capacity=256) as pool:
-            start = time.monotonic()
-            assert await asyncio.gather(*(outcome(pool, "nap", 0.2) for _ in range(200))) == [0.2] * 200
-            assert time.monotonic() - start < 2.0
+            assert await asyncio.gather(*(outcome(pool, "meet", 200) for _ in range(200))) == [200] * 200
             assert len({await outcome(pool, "pid") for _ in range(5)}) == 1
 
     run(test)

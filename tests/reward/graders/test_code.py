@@ -62,8 +62,8 @@ def test_the_score_is_the_share_of_tests_that_pass(text: str, truth: Any, value:
 def test_all_or_nothing_stops_at_the_first_failure() -> None:
     began = time.monotonic()
     slow = {"inputs": ["1"] * 50, "outputs": ["1"] * 50}
-    score = grade("import time\ntime.sleep(60)", slow, score="all", limits={"wall_s": 0.5})
-    assert score.value == 0.0 and time.monotonic() - began < 10
+    score = grade("import time\ntime.sleep(60)", slow, score="all", limits={"wall_s": 2})
+    assert score.value == 0.0 and time.monotonic() - began < 30
     assert grade(RIGHT, ASSERTS, score="all").value == 1.0
     assert grade("def add(a, b): return 3", ASSERTS, score="all").value == 0.0
 
@@ -72,8 +72,8 @@ def test_all_or_nothing_stops_at_the_first_failure() -> None:
 def test_all_tests_together_have_a_time_limit() -> None:
     began = time.monotonic()
     slow = {"inputs": ["1"] * 50, "outputs": ["1"] * 50}
-    score = grade("import time\ntime.sleep(60)", slow, limits={"wall_s": 0.5}, total_s=1)
-    assert score.value == 0.0 and score.parts["total"] == 50 and time.monotonic() - began < 10
+    score = grade("import time\ntime.sleep(60)", slow, limits={"wall_s": 2}, total_s=1)
+    assert score.value == 0.0 and score.parts["total"] == 50 and time.monotonic() - began < 30
 
 
 @isolated

@@ -64,4 +64,4 @@ def test_an_import_that_hangs_has_a_deadline(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(RewardError, match="took longer than 1 s"):
         probe_function(f"{file}:grade", timeout_s=1.0)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30

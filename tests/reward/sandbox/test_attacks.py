@@ -208,7 +208,7 @@ def test_contained(case: Attack, host: list[str]) -> None:
     if case.kinds == ("exited",):
         assert outcome.code == 0 and b"contained" in outcome.stdout, outcome
     assert len(outcome.stdout) <= LIMITS.output_kb << 10 >= len(outcome.stderr)
-    assert time.monotonic() - began < LIMITS.wall_s + 10
+    assert time.monotonic() - began < 30
     assert left_over() == []
 
 

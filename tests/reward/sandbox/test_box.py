@@ -104,7 +104,7 @@ def test_leaving_early_ends_the_box() -> None:
     assert next(outcomes).succeeded
     began = time.monotonic()
     outcomes.close()
-    assert time.monotonic() - began < 5 and processes_with(mark) == []
+    assert time.monotonic() - began < 30 and processes_with(mark) == []
 
 
 @isolated

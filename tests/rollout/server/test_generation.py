@@ -478,7 +478,7 @@ def test_new_weights_have_their_version_even_if_the_client_is_gone(tiny_model: P
 
         engine.update_weights = done_even_if_nobody_waits  # type: ignore[method-assign]
         body = json.dumps({"path": str(tiny_model)}).encode()
-        asking = asyncio.create_task(service.handlers["/update_weights"](cast(Any, None), body))
+        asking = asyncio.ensure_future(service.handlers["/update_weights"](cast(Any, None), body))
         await asyncio.wait_for(is_updating.wait(), WAIT_S)
         asking.cancel()
         await asyncio.wait([asking])

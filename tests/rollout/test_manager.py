@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
 import pytest
 
-from practicum.errors import RolloutError, TrainingError, WorkerDied
+from practicum.errors import RolloutError, TrainingError, WorkerDied, WorkerError
 from practicum.rollout.manager import ExpectedLengths, RolloutManager
 from practicum.rollout.replica import RolloutReplica
 from practicum.types import PromptGroup
@@ -171,6 +171,68 @@ async def test_a_cancelled_call_aborts_its_rest() -> None:
 
 
 @in_a_loop
+async def test_a_call_that_is_cancelled_twice_leaves_no_work_behind() -> None:
+    is_aborting, may_end = asyncio.Event(), asyncio.Event()
+
+    class Slow(ScriptedReplica):
+        async def generate(self, rank: int, groups: list[PromptGroup]) -> AsyncGenerator[list[PromptGroup], None]:
+            try:
+                async with aclosing(super().generate(rank, groups)) as generating:
+                    async for some in generating:
+                        yield some
+            except asyncio.CancelledError:
+                is_aborting.set()
+                await may_end.wait()
+                raise
+
+    own = Slow(0, hangs=True)
+    async with manager_of(own) as manager, asyncio.timeout(20):
+        call = asyncio.create_task(written(manager, groups_of(20)))
+        while not own.given:
+            await asyncio.sleep(0)
+        call.cancel()
+        await is_aborting.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        own.fate = {}
+        may_end.set()
+        assert_right(await written(manager, groups_of(20)))
+        assert not own.num_restarts
+
+
+@in_a_loop
+async def test_a_block_that_is_cancelled_as_it_ends_does_not_keep_replicas_awake() -> None:
+    is_updating, may_end = asyncio.Event(), asyncio.Event()
+
+    class Slow(ScriptedReplica):
+        async def update_weights(self, version: int, ticket: Any = None) -> None:
+            is_updating.set()
+            await may_end.wait()
+
+    own = Slow(0)
+    async with manager_of(own, sleeps=True) as manager, asyncio.timeout(20):
+
+        async def stay_awake() -> None:
+            async with manager.awake():
+                await is_updating.wait()
+
+        block = asyncio.create_task(stay_awake())
+        while not own.log:
+            await asyncio.sleep(0)
+        update = asyncio.create_task(manager.update_weights(1))
+        await is_updating.wait()
+        await asyncio.sleep(0.01)  # the block waits for the weights
+        block.cancel()
+        await asyncio.wait([block])
+        may_end.set()
+        await update
+        async with manager.awake():
+            pass
+        assert own.log[-1] == "asleep"
+
+
+@in_a_loop
 async def test_replicas_sleep_when_the_last_block_ends() -> None:
     own = ScriptedReplica(0)
     async with manager_of(own, sleeps=True) as manager:
@@ -282,6 +344,24 @@ def test_an_aborted_answer_is_gone_on_with() -> None:
     assert all(trajectory.samples for group in own.given[3:] for trajectory in group.trajectories)
 
 
+def test_what_did_not_arrive_is_written_again_also_in_this_process() -> None:
+    class Here(ScriptedReplica):
+        """Takes the groups as they are, as a worker in this process does."""
+
+        async def generate(self, rank: int, groups: list[PromptGroup]) -> AsyncGenerator[list[PromptGroup], None]:
+            for group in groups:
+                for trajectory in group.trajectories:
+                    assert not trajectory.is_finished
+                    trajectory.add(answer_to(group, trajectory))
+            if not self.num_restarts:
+                raise WorkerError(f"{self.name} failed", group=self.name, ranks=[0])
+            yield groups
+
+    own = Here(0)
+    write(groups_of(4, num_answers=3), own)
+    assert own.num_restarts == 1
+
+
 @pytest.mark.parametrize("num", [1, 2])
 def test_a_replica_that_finishes_nothing_hangs(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = ScriptedReplica(0, hangs=True)
@@ -294,6 +374,17 @@ def test_a_replica_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch)
     deaf = ScriptedReplica(0, hangs=True, is_deaf=True)
     write(groups_of(20), deaf, ScriptedReplica(1))
     assert deaf.num_restarts == 1
+
+
+@in_a_loop
+async def test_a_replica_that_has_nothing_to_write_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("practicum.rollout.manager._PING_EVERY_S", 0.05)
+    own = ScriptedReplica(0)
+    async with manager_of(own, sleeps=True) as manager:
+        assert_right(await written(manager, groups_of(4)))
+        own.fate = {"is_deaf": True}
+        await asyncio.sleep(0.2)
+        assert own.log == ["awake", "asleep"] and not own.num_restarts
 
 
 def test_the_trainers_own_processes_are_not_started_again() -> None:
@@ -332,6 +423,16 @@ def test_a_closed_manager_fails_its_calls() -> None:
         await manager.close()
 
     asyncio.run(run())
+
+
+@in_a_loop
+async def test_closing_ends_a_restart_that_has_not_begun() -> None:
+    own = ScriptedReplica(0)
+    manager = manager_of(own)
+    manager._mark_failed(own, "it is lost")  # type: ignore[arg-type]
+    async with asyncio.timeout(10):
+        await manager.close()
+    assert not own.num_restarts and own.log == ["ended"]
 
 
 def test_losses_at_random_lose_and_double_nothing() -> None:

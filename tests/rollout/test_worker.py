@@ -69,6 +69,37 @@ async def test_leaving_early_aborts_the_rest(tiny_model: Path) -> None:
         assert len(await written(worker, groups_of(2))) == 2
 
 
+@pytest.mark.parametrize(
+    ("more", "keeps"),
+    [
+        ({}, False),
+        ({"is_partial": True}, True),
+        ({"is_partial": True, "agent": AgentConfig(environment=TALKS, max_turns=3)}, False),
+    ],
+    ids=["whole", "partial", "environment"],
+)
+@in_a_loop
+async def test_an_aborted_answer_leaves_only_if_it_can_be_continued(
+    tiny_model: Path, more: dict[str, Any], keeps: bool
+) -> None:
+    async with worker_of(tiny_model, **more) as worker:
+        writing = asyncio.create_task(written(worker, groups_of(40, 50)))
+        while not worker._engine.num_running:
+            await asyncio.sleep(0)
+        (worker._conversations or worker._engine).abort()
+        aborted = [t for group in await writing for t in group.trajectories if not t.is_finished]
+        assert aborted and all(bool(t.samples) == keeps for t in aborted)
+        assert keeps or not any(t.counts for t in aborted)
+
+
+@in_a_loop
+async def test_the_engine_that_is_not_free_is_named_before_the_call_is_too_late(tiny_model: Path) -> None:
+    async with worker_of(tiny_model, timeout_s=2.0) as worker, worker._engine.writing():
+        with pytest.raises(TimeoutError, match="the engine was not free within"):
+            async with asyncio.timeout(2.0):
+                await worker.update_weights(1)
+
+
 @in_a_loop
 async def test_a_bad_request_is_refused_before_anything_is_written(tiny_model: Path) -> None:
     async with worker_of(tiny_model) as worker:

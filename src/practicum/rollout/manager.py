@@ -86,6 +86,10 @@ class _Part:
     def num_tokens(self) -> float:
         return self.cost * len(self.open)
 
+    def copies(self) -> list[Trajectory]:
+        """Return copies to send: a worker in this process fills in what it is given, which has not arrived yet."""
+        return [replace(own, samples=[*own.samples], counts={**own.counts}) for own in self.open.values()]
+
 
 @dataclass(slots=True, eq=False)
 class _Worker:
@@ -223,8 +227,8 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         await self._leave()
 
     async def _leave(self) -> None:
+        self._num_awake -= 1  # even if waiting for the lock is cancelled
         async with self._lifecycle:
-            self._num_awake -= 1
             await self._put_to_sleep()
 
     async def update_weights(self, version: int, *, stays_awake: bool = True) -> None:
@@ -302,13 +306,16 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
             self._push(part)
         for task in call.streams:
             task.cancel()
-        if call.streams:
-            await asyncio.wait(call.streams, timeout=_ABORT_S)
-        for worker in self._workers:
-            worker.keep([part for part in worker.parts if part.call is not call])
-            if call in worker.streams.values():
-                self._mark_failed(worker.replica, f"it did not abort what it was writing within {_ABORT_S:g} s")
-        self._dispatch()
+        late: set[asyncio.Task[None]] = set()
+        try:
+            if call.streams:
+                _, late = await asyncio.wait(call.streams, timeout=_ABORT_S)
+        finally:  # even if it is cancelled: workers keep no room for a call that has ended
+            for worker in self._workers:
+                worker.keep([part for part in worker.parts if part.call is not call])
+                if late & worker.streams.keys():
+                    self._mark_failed(worker.replica, f"it did not abort what it was writing within {_ABORT_S:g} s")
+            self._dispatch()
 
     def _dispatch(self) -> None:
         """Send what waits to workers that have room for it, in lists."""
@@ -375,7 +382,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         replica = worker.replica
         part_of = {(part.group.id, number): part for part in parts for number in part.open}
         try:
-            sent = [with_trajectories(part.group, list(part.open.values())) for part in parts]
+            sent = [with_trajectories(part.group, part.copies()) for part in parts]
             async with aclosing(replica.generate(worker.rank, sent)) as stream:
                 async for groups in stream:
                     self._take_in(worker, part_of, groups)
@@ -400,7 +407,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
             worker.num_tokens -= part.cost
             if not part.open:
                 worker.parts.remove(part)
-            if not own.is_finished:  # the replica aborted it: any worker with room continues it
+            if not own.is_finished:  # the replica aborted it: any worker with room writes it
                 self._put_back(replace(part, open={own.number: own}), "abort")
                 continue
             self._lengths.learn(own.last)
@@ -438,10 +445,14 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
                 reason = f"it has not finished an answer for {silent_s:.0f} s, with {num_open} to write"
                 return self._mark_failed(worker.replica, reason)
             await asyncio.sleep(min(_PING_EVERY_S, max(0.0, self._silence_s - silent_s) + 0.01))
+            if not worker.num_open:  # its replica may sleep by now: a restart would wake it up
+                return
             try:
                 await worker.replica.ping(worker.rank)
             except WorkerError as error:
-                return self._mark_failed(worker.replica, error.message)
+                if worker.num_open:
+                    self._mark_failed(worker.replica, error.message)
+                return
 
     # Failed replicas
 
@@ -462,38 +473,41 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
                 worker.keep([])
                 for part in parts:
                     self._put_back(part, reason)
-        self._restarts[replica.number] = asyncio.create_task(self._restart(replica))
+        self._begin_restart(replica)
         self._dispatch()
 
-    async def _restart(self, replica: RolloutReplica) -> None:
-        number = replica.number
-        try:
-            while replica.problem and self._num_tries[number] < _MOST_RESTARTS:
-                self._num_tries[number] += 1
-                log.warning(
-                    "%s is lost, and others take what it had. Starting it again: %s", replica.name, replica.problem
-                )
-                try:
-                    await replica.restart()
-                    await replica.wake_up()
-                    async with self._giving:  # to the end: it must not miss the next weights
-                        if self._delivery is not None and self.version >= 0:
-                            await self._delivery.send_again(replica, self.version)
-                        replica.problem = ""
-                except WeightsGone as error:  # newer ones must not go by the old version
-                    log.warning("%s waits for the next weights: %s", replica.name, error)
-                    replica.problem = str(error)
-                    self._late.add(number)
-                    return
-                except Exception as error:  # whatever it was: others may still be able to write
-                    replica.problem = str(error) if isinstance(error, PracticumError) else repr(error)
-            if replica.problem:
-                log.warning("%s was lost again and again and stays away: %s", replica.name, replica.problem)
-        finally:
-            del self._restarts[number]
+    def _begin_restart(self, replica: RolloutReplica) -> None:
+        def ended(task: asyncio.Task[None]) -> None:
+            if self._restarts.get(replica.number) is task:  # it may have failed again since
+                del self._restarts[replica.number]
             if (failure := self._no_replica_left()) is not None:
                 self._fail_calls(failure)
             self._dispatch()
+
+        restart = self._restarts[replica.number] = asyncio.create_task(self._restart(replica))
+        restart.add_done_callback(ended)  # also called where it is cancelled before it has begun
+
+    async def _restart(self, replica: RolloutReplica) -> None:
+        number = replica.number
+        while replica.problem and self._num_tries[number] < _MOST_RESTARTS:
+            self._num_tries[number] += 1
+            log.warning("%s is lost, and others take what it had. Starting it again: %s", replica.name, replica.problem)
+            try:
+                await replica.restart()
+                await replica.wake_up()
+                async with self._giving:  # to the end: it must not miss the next weights
+                    if self._delivery is not None and self.version >= 0:
+                        await self._delivery.send_again(replica, self.version)
+                    replica.problem = ""
+            except WeightsGone as error:  # newer ones must not go by the old version
+                log.warning("%s waits for the next weights: %s", replica.name, error)
+                replica.problem = str(error)
+                self._late.add(number)
+                return
+            except Exception as error:  # whatever it was: others may still be able to write
+                replica.problem = str(error) if isinstance(error, PracticumError) else repr(error)
+        if replica.problem:
+            log.warning("%s was lost again and again and stays away: %s", replica.name, replica.problem)
 
     def _reset_retries(self) -> None:
         """Start replicas again that had failed too often."""
@@ -501,7 +515,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
             if replica.number not in self._restarts and replica.number not in self._late:
                 self._num_tries[replica.number] = 0
                 if replica.problem:
-                    self._restarts[replica.number] = asyncio.create_task(self._restart(replica))
+                    self._begin_restart(replica)
 
     async def _wait_for_restarts(self) -> None:
         while self._restarts:  # each has deadlines of its own

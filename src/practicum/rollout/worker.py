@@ -38,7 +38,7 @@ class RolloutWorker(Worker):
 
     `agent` lets the model talk with tools or an environment between its turns. `threads` is how many the engine
     computes with; None leaves it as it is in this process. With `is_partial` answers are aborted for new weights and
-    continued under them. It is asleep until `resume`.
+    continued under them. `timeout_s` is the deadline of calls. It is asleep until `resume`.
     """
 
     def __init__(
@@ -53,8 +53,11 @@ class RolloutWorker(Worker):
     ) -> None:
         self._weights_from = weights_from
         self._is_partial = is_partial
-        self._timeout_s = timeout_s
-        self._receiver = WeightReceiver(channel_timeout_s(timeout_s), is_whole=settings.adapters is None)
+        self._keeps_aborted = is_partial and (agent is None or agent.environment is None)
+        channel_s = channel_timeout_s(timeout_s)
+        # A channel has its time after it, and the call's own deadline comes last, since it cannot say who was late.
+        self._exclusive_s = timeout_s - 2 * channel_s
+        self._receiver = WeightReceiver(channel_s, is_whole=settings.adapters is None)
         self._is_awake = False
         self._has_started = False
         if threads is not None:
@@ -73,7 +76,8 @@ class RolloutWorker(Worker):
 
     async def generate(self, groups: list[PromptGroup]) -> AsyncGenerator[list[PromptGroup], None]:
         """Write the missing trajectories of all groups, and yield those that have been finished since the last time,
-        each in a group with the id of its own.
+        each in a group with the id of its own. One that was aborted has its sample only where any worker may continue
+        it: with `is_partial`, since there may be new weights, and without an environment, whose state is gone.
 
         A `RolloutError` is the request's, a `TrainingError` the weights', a `ConversationError` of what is said between
         turns: no other engine would do better. Any other error is a failure of this engine.
@@ -85,6 +89,8 @@ class RolloutWorker(Worker):
         try:
             async with aclosing(_joined(writer.generate(alone), len(alone))) as writing:
                 async for finished in writing:
+                    if not self._keeps_aborted:
+                        _drop_aborted(finished)
                     yield _to_send(finished)
         except (TrainingError, ConversationError, GeneratorExit, asyncio.CancelledError):
             raise
@@ -98,26 +104,26 @@ class RolloutWorker(Worker):
         """Take the weights that the ticket is for; without one those of the sibling, as they are now, for which all
         ranks must be called. Answers under way are finished first, or aborted and continued. It is awake after.
         """
-        async with self._engine.exclusive(abort=self._is_partial, timeout_s=self._timeout_s):
+        async with self._engine.exclusive(abort=self._is_partial, timeout_s=self._exclusive_s):
             await self._wake()
             await self._engine.update_weights(await self.on_device(self._take_weights, version, ticket))
 
     async def resume(self) -> None:
         """Wake the engine up. Does nothing while it is awake."""
         if not self._is_awake:
-            async with self._engine.exclusive(abort=self._is_partial, timeout_s=self._timeout_s):
+            async with self._engine.exclusive(abort=self._is_partial, timeout_s=self._exclusive_s):
                 await self._wake()
 
     async def release(self) -> None:
         """Put the engine to sleep. Does nothing while it is asleep."""
-        async with self._engine.exclusive(abort=self._is_partial, timeout_s=self._timeout_s):
+        async with self._engine.exclusive(abort=self._is_partial, timeout_s=self._exclusive_s):
             if self._is_awake:
                 await self._engine.release()
                 self._is_awake = False
 
     async def log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         """Return the log-probs of each token but the first, by this engine with its weights, at temperature 1."""
-        async with self._engine.exclusive(abort=self._is_partial, timeout_s=self._timeout_s):
+        async with self._engine.exclusive(abort=self._is_partial, timeout_s=self._exclusive_s):
             return await self._engine.log_probs(sequences)
 
     async def where(self) -> Place:
@@ -175,6 +181,13 @@ async def _joined(lists: AsyncGenerator[list[T], None], num_left: int) -> AsyncG
         finally:
             awaited.cancel()
             await asyncio.gather(awaited, return_exceptions=True)
+
+
+def _drop_aborted(groups: Sequence[PromptGroup]) -> None:
+    for group in groups:
+        for trajectory in group.trajectories:
+            if not trajectory.is_finished:
+                trajectory.samples, trajectory.counts = [], {}
 
 
 def _to_send(parts: Sequence[PromptGroup]) -> list[PromptGroup]:

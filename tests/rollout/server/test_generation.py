@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import openai
@@ -21,8 +21,12 @@ from practicum.models import load_model, load_tokenizer
 from practicum.rollout.engines import EngineSettings
 from practicum.rollout.schemas import CompletionRequest
 from practicum.rollout.server import generation_service
+<<<<<<< HEAD
 from tests.models import save_classifier
 from tests.rollout.server.client import ask, ask_all
+=======
+from practicum.weights import WeightUpdate
+>>>>>>> fix-rollout
 from tests.rollout.server.fakes import WAIT_S, Served, StepEngine
 
 TOKEN = "secret"
@@ -459,3 +463,48 @@ def test_a_client_that_reads_slowly_does_not_hold_up_new_weights(tiny_model: Pat
             return len([event async for event in events])
 
     assert asyncio.run(run()) == 3  # two tokens, and the end
+
+
+def test_new_weights_have_their_version_even_if_the_client_is_gone(tiny_model: Path) -> None:
+    async def run() -> int:
+        engine, is_updating, may_end = StepEngine(), asyncio.Event(), asyncio.Event()
+        service = engine.service(tiny_model)
+        await service.wake(WAIT_S)
+        take = engine.update_weights
+
+        async def in_a_while(update: WeightUpdate) -> None:
+            is_updating.set()
+            await may_end.wait()
+            await take(update)
+
+        async def done_even_if_nobody_waits(update: WeightUpdate) -> None:  # as by an engine's thread
+            await asyncio.shield(asyncio.create_task(in_a_while(update)))
+
+        engine.update_weights = done_even_if_nobody_waits  # type: ignore[method-assign]
+        body = json.dumps({"path": str(tiny_model)}).encode()
+        asking = asyncio.ensure_future(service.handlers["/update_weights"](cast(Any, None), body))
+        await asyncio.wait_for(is_updating.wait(), WAIT_S)
+        asking.cancel()
+        await asyncio.wait([asking])
+        may_end.set()
+        while not engine._version:
+            await asyncio.sleep(0)
+        async with engine.exclusive(timeout_s=WAIT_S):
+            return service.weight_version
+
+    assert asyncio.run(run()) == 1
+
+
+@pytest.mark.parametrize(("path", "body"), [("/update_weights", {}), ("/log_probs", {"token_ids": [[3, 5]]})])
+def test_an_engine_that_is_not_free_in_time_is_503(
+    steps: tuple[StepEngine, str], tiny_model: Path, path: str, body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("practicum.rollout.server.generation._UPDATE_S", 0.05)
+    engine, url = steps
+    with ThreadPoolExecutor() as threads:
+        asking = threads.submit(ask, url, "/v1/completions", {"prompt": "1"})
+        wait_for(url, "running", 1)
+        status, told = ask(url, path, body or {"path": str(tiny_model)})
+        engine.step(16)
+        assert asking.result(WAIT_S)[0] == 200
+    assert (status, told["error"]["message"]) == (503, "the engine was not free within 0.05 s.")

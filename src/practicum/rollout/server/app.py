@@ -18,9 +18,9 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
-from typing import Any, Self
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Self
 
 from aiohttp import web
 
@@ -61,7 +61,6 @@ class ModelServer:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._switching = asyncio.Lock()  # sleep and wake come one after another
-        self._switches: set[asyncio.Task[None]] = set()
         service.metrics.watch("awake", "1 while it answers, 0 while it sleeps.", lambda: float(self.is_awake))
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guarded])
         app.add_routes([
@@ -98,11 +97,11 @@ class ModelServer:
 
     async def sleep(self, timeout_s: float) -> None:
         """Fall asleep once the requests under way are answered; if they take too long, stay awake."""
-        await self._to_its_end(self._fall_asleep(timeout_s))
+        await self._service.to_its_end(self._fall_asleep(timeout_s))
 
     async def wake_up(self, timeout_s: float) -> None:
         """Wake up; if it fails, stay asleep."""
-        await self._to_its_end(self._awaken(timeout_s))
+        await self._service.to_its_end(self._awaken(timeout_s))
 
     async def close(self, finish_s: float = 0.0) -> None:
         """Refuse new requests, and give those under way so long to be answered. Closing twice does nothing."""
@@ -112,18 +111,12 @@ class ModelServer:
         if self._site is not None:
             await self._site.stop()  # takes no more connections
         self._is_ending = True
-        await asyncio.wait([asyncio.create_task(self._is_idle.wait())], timeout=finish_s)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._is_idle.wait(), finish_s)
         if self._num_open:
             log.warning("%d requests are aborted, as they took longer than %g s", self._num_open, finish_s)
         await self._runner.cleanup()
         await self._service.close()
-
-    async def _to_its_end(self, switch: Coroutine[Any, Any, None]) -> None:
-        """Await it, and see it through even when the caller has gone: half asleep would be of no use to anybody."""
-        task = asyncio.create_task(switch)
-        self._switches.add(task)
-        task.add_done_callback(self._switches.discard)
-        await asyncio.shield(task)
 
     async def _fall_asleep(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

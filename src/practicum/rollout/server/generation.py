@@ -138,6 +138,15 @@ class GenerationService(Service):
         except RolloutError as error:
             raise Unavailable(f"{error}.") from error
 
+    @asynccontextmanager
+    async def _exclusive_in_time(self) -> AsyncIterator[None]:
+        """Have the engine exclusively for a request, which is refused where answers under way take too long."""
+        try:
+            async with self._exclusive(_UPDATE_S):
+                yield
+        except TimeoutError as error:
+            raise Unavailable(f"{error}.") from error
+
     async def _generate(self, kind: type[GenerationRequest], request: web.Request, data: bytes) -> web.StreamResponse:
         asked = await self.in_encoder(self._read, kind, data)
         for group in asked.groups:
@@ -225,24 +234,28 @@ class GenerationService(Service):
         return asked.reply.with_choices([choice])
 
     async def _update_weights(self, request: web.Request, data: bytes) -> web.StreamResponse:
-        body = self.parse(UpdateWeightsRequest, data)
+        version = await self.to_its_end(self._take_weights(self.parse(UpdateWeightsRequest, data)))
+        return web.json_response({"version": version})
+
+    async def _take_weights(self, body: UpdateWeightsRequest) -> int:
+        """Load them and return their version, which is counted together with them."""
         async with self._updating:
             try:
                 model = await asyncio.to_thread(self._loaded, body.path)  # answers are written meanwhile
             except ModelError as error:
                 raise BadRequest(str(error)) from error
             version = self._version + 1 if body.version is None else body.version
-            async with self._exclusive(_UPDATE_S):
+            async with self._exclusive_in_time():
                 await self._engine.update_weights(WeightUpdate(version, model.named_parameters(), shared=False))
                 self._version = version
-        return web.json_response({"version": version})
+        return version
 
     async def _log_probs(self, request: web.Request, data: bytes) -> web.StreamResponse:
         """Return the log-probs of given sequences, which show the sender of new weights that they have arrived."""
         sequences = [self.encoder.checked(ids) for ids in self.parse(LogProbsRequest, data).token_ids]
         if any(not 2 <= len(ids) <= self.limit.num_tokens for ids in sequences):
             raise BadRequest(f"each of token_ids needs 2 tokens or more, and at most {self.limit.num_tokens}.")
-        async with self._exclusive(_UPDATE_S):
+        async with self._exclusive_in_time():
             version, found = self._version, await self._engine.log_probs(sequences)
         return web.json_response({"log_probs": [one.tolist() for one in found], "weight_version": version})
 

@@ -21,12 +21,9 @@ from practicum.models import load_model, load_tokenizer
 from practicum.rollout.engines import EngineSettings
 from practicum.rollout.schemas import CompletionRequest
 from practicum.rollout.server import generation_service
-<<<<<<< HEAD
+from practicum.weights import WeightUpdate
 from tests.models import save_classifier
 from tests.rollout.server.client import ask, ask_all
-=======
-from practicum.weights import WeightUpdate
->>>>>>> fix-rollout
 from tests.rollout.server.fakes import WAIT_S, Served, StepEngine
 
 TOKEN = "secret"

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.reward.router.wire import WITHOUT_BODY, ClosedError, Head, LateError, Reader
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 5.0
 LOCAL = b"localhost"  # a host that the control plane takes for its own machine
 
 

@@ -20,7 +20,7 @@ from tests.reward.router.wire import ClosedError, Head, LateError, Reader
 
 PROBE = b"GET /health HTTP/1.1"
 IDLE_S = 60.0  # a kept-alive connection may wait this long for its next request
-WAIT_S = 30.0
+WAIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)

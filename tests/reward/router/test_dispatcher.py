@@ -31,7 +31,7 @@ class Gate:
 
     def __call__(self, exchange: Exchange) -> None:
         exchange.read_body()
-        self.opened.wait(60.0)
+        self.opened.wait(10.0)
         echo_target(exchange)
 
 
@@ -106,7 +106,9 @@ def test_waiting_has_a_deadline_that_says_what_was_waited_for(
     router = start_router(worker, wait_timeout_s=0.3)
     router.pause()
     with Client(router.url) as client:
+        start = time.monotonic()
         response = client.get(b"/x")
+        assert 0.25 < time.monotonic() - start < 1.0
         code, told = error(response.data)
         assert (response.status, code) == (503, "wait_timeout")
         assert f"{worker.url} is paused" in told
@@ -172,22 +174,18 @@ def test_a_request_that_all_workers_fail_gets_an_error_and_counts_against_no_wor
 def test_a_silent_worker_is_not_waited_for_longer_than_its_deadline(
     start_worker: StartWorker, start_router: StartRouter
 ) -> None:
-    stuck = threading.Event()
-
-    def never_answers(exchange: Exchange) -> None:
-        stuck.wait(60.0)
-
-    silent, good = start_worker(never_answers), start_worker()
+    silent, good = start_worker(lambda exchange: time.sleep(3.0)), start_worker()
     router = start_router(silent, good, response_timeout_s=0.3)
     with Client(router.url) as client:
+        start = time.monotonic()
         for _ in range(4):
             assert client.get(b"/x").data == b"/x"
+        assert time.monotonic() - start < 2.0
     router.remove(good.url)
     with Client(router.url) as client:
         response = client.get(b"/alone")
         assert response.status == 504 and error(response.data)[0] == "timeout"
         assert silent.url in error(response.data)[1]
-    stuck.set()
 
 
 def test_retries_have_a_budget() -> None:
@@ -207,7 +205,7 @@ def test_stragglers_are_hedged_and_the_first_answer_wins(start_worker: StartWork
     def sometimes_stuck(exchange: Exchange) -> None:
         exchange.read_body()
         if exchange.head.target == b"/straggler":
-            stuck.wait(60.0)
+            stuck.wait(5.0)
         echo_target(exchange)
 
     first, second = start_worker(sometimes_stuck), start_worker()
@@ -215,8 +213,10 @@ def test_stragglers_are_hedged_and_the_first_answer_wins(start_worker: StartWork
     with Client(router.url) as client:
         for _ in range(80):
             client.get(b"/usual")
+        start = time.monotonic()
         for _ in range(2):  # one of them to each
             assert client.get(b"/straggler").data == b"/straggler"
+        assert time.monotonic() - start < 2.0
     assert b"/straggler" in {seen.head.target for seen in first.requests}
     assert b"/straggler" in {seen.head.target for seen in second.requests}
     assert "practicum_router_hedges_total 0.0" not in router.metrics()

@@ -76,22 +76,15 @@ def test_stopping_drains(start: Callable[[Router], RouterHandle], start_worker: 
 
 
 def test_draining_has_a_deadline(start_worker: StartWorker) -> None:
-    stuck = threading.Event()
-
-    def never_answers(exchange: Exchange) -> None:
-        exchange.read_body()
-        stuck.wait(60.0)
-
-    worker = start_worker(never_answers)
+    worker = start_worker(slowly(3.0))
     router = Router([worker.url], drain_timeout_s=0.3).start()
     with Client(router.url) as client:
         client.send(request(target=b"/too-long"))
         worker.wait_for(lambda worker: bool(worker.requests), "the request")
         start = time.monotonic()
         router.stop()
-        assert time.monotonic() - start < 30.0
+        assert time.monotonic() - start < 2.0
         assert client.is_closed()
-    stuck.set()
 
 
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS.keys())

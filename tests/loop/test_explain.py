@@ -23,7 +23,7 @@ def test_it_tells_what_overlaps(make_config: Callable[..., Config]) -> None:
     assert "hybrid rollout takes turns with the learners" in explanation(make_config(*ahead))
     text = explanation(make_config(*ahead, "rollout.placement=standalone"))
     assert "# overlap\nthe batches of 2 later steps" in text and "rollout, grading and learning go on at once" in text
-    assert "no token is older than 2 updates; importance weights are truncated" in text
+    assert "no token is staler than 2 updates; importance weights are truncated" in text
     assert "# overlap" not in explanation(make_config())
 
 

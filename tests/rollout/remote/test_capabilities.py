@@ -101,10 +101,8 @@ def test_what_log_probs_would_be_wrong_for_is_refused(
 def test_each_answer_has_a_seed_of_its_own() -> None:
     def seed(seed: int, number: int, num_written: int = 0) -> int:
         ids, params = np.array([1, 2], np.int32), SamplingParams(4)
-        sequence = Sequence(Prompt("p", text="x"), ids, params, seed, number)
-        if num_written:
-            sequence.written = make_sample(2, num_written)
-        return seed_of(sequence)
+        written = make_sample(2, num_written) if num_written else None
+        return seed_of(Sequence(Prompt("p", text="x"), ids, params, seed, number, written=written))
 
     assert seed(5, 3) == seed(5, 0) + 3
     assert len({seed(one, 0) for one in range(1000)}) == 1000

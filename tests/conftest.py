@@ -16,6 +16,71 @@ from practicum.config import Config
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+SLOW_FILES = {
+    "algo/test_losses.py",
+    "bench/test_replay.py",
+    "controller/test_async.py",
+    "controller/test_chaos.py",
+    "controller/test_cluster.py",
+    "controller/test_group.py",
+    "controller/test_pool.py",
+    "controller/test_ray_group.py",
+    "controller/test_register.py",
+    "controller/test_three_nodes.py",
+    "controller/test_typing.py",
+    "controller/test_watchdog.py",
+    "loop/test_learners.py",
+    "loop/test_lora_runs.py",
+    "loop/test_pipeline.py",
+    "loop/test_placement.py",
+    "loop/test_trainer.py",
+    "processes/test_pool.py",
+    "replay/test_hooks.py",
+    "replay/test_store.py",
+    "reward/graders/test_code.py",
+    "reward/graders/test_function.py",
+    "reward/router/test_backpressure.py",
+    "reward/router/test_dispatcher.py",
+    "reward/router/test_http1.py",
+    "reward/router/test_launch.py",
+    "reward/router/test_policy.py",
+    "reward/router/test_refusals.py",
+    "reward/sandbox/test_attacks.py",
+    "reward/sandbox/test_box.py",
+    "reward/sandbox/test_judge.py",
+    "reward/test_centre.py",
+    "reward/test_executors.py",
+    "reward/test_manager.py",
+    "reward/test_model_manager.py",
+    "reward/test_worker.py",
+    "rollout/agent/test_conversation.py",
+    "rollout/agent/test_tools.py",
+    "rollout/engine/test_kernels.py",
+    "rollout/remote/test_servers.py",
+    "rollout/test_manager_processes.py",
+    "rollout/test_native.py",
+    "rollout/test_openai.py",
+    "rollout/test_placement.py",
+    "rollout/vllm/test_engine.py",
+    "test_cli.py",
+    "test_docs.py",
+    "train/test_actor.py",
+    "train/test_actor_lora.py",
+    "train/test_critic.py",
+    "train/test_fsdp.py",
+    "train/test_learner.py",
+    "train/test_reference.py",
+}
+"""Files that start Ray, servers or whole runs, and take more than ten seconds: `make test-fast` leaves them out."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(tests) and str(item.path.relative_to(tests)) in SLOW_FILES:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's mixture of experts with random weights, and its tokenizer."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
+import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Container, Mapping, Sequence
@@ -18,7 +18,9 @@ from practicum.controller.pool import RayResourcePool
 from practicum.controller.wire import INLINE_BYTES, Payload, Slot, num_bytes, pack_arguments
 from practicum.controller.worker import Mesh, RayClassWithInitArgs, W, known_as
 from practicum.controller.workers import WorkerSet, WorkerSetPlan
-from practicum.errors import CallError, ResourceError, WorkerDied
+from practicum.errors import CallError, DeadlineError, ResourceError, WorkerDied
+
+log = logging.getLogger("practicum.controller")
 
 
 class RayWorkerGroup(WorkerGroup[W]):
@@ -150,14 +152,19 @@ class RayWorkerGroup(WorkerGroup[W]):
                 await self._cancel(workers, [rank], [call_id], call.what)
 
     async def _cancel(self, workers: WorkerSet, ranks: Sequence[int], call_ids: Sequence[Any], what: str) -> None:
-        """Cancel calls of coroutines, and return when they have ended."""
-        with contextlib.suppress(WorkerDied):  # a process that is gone runs no coroutines
+        """Cancel calls of coroutines, and return when they have ended. That they do not end is logged, not raised: it
+        must not stand for the error or the cancellation that led here."""
+        try:
             with self._send_lock:
                 handles = [
                     workers.send(rank, "cancel", [call_id])[0] for rank, call_id in zip(ranks, call_ids, strict=True)
                 ]
             deadline = time.monotonic() + self._timeout_s
             await workers.arrive(handles, ranks, f"the end of {what}, cancelled", deadline)
+        except WorkerDied:
+            pass  # a process that is gone runs no coroutines
+        except DeadlineError as error:
+            log.warning("%s", error.message)
 
     def _packed(self, call: Call, workers: WorkerSet, num_ranks: int) -> Callable[[int], Sequence[Any]]:
         """Return the packed arguments by rank: shared, own, and replies of other calls for the slots among them."""

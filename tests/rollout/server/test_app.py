@@ -233,7 +233,7 @@ def test_it_serves_until_it_is_closed() -> None:
     assert doubled(ask(server.url, "/classify", {"input": ["1", "2"]})) == [2, 4]
     server.close()
     server.close()
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     port = int(server.url.rpartition(":")[2])
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", port), timeout=1)

@@ -192,7 +192,7 @@ class Config(Section):
 
     @property
     def _take_all_that_is_free(self) -> bool:
-        """Whether two kinds of replicas would each take all free devices."""
+        """Return whether two kinds of replicas would each take all free devices."""
         model, rollout = self.reward.model, self.rollout
         if model is None or not model.placement == rollout.placement == "standalone":
             return False

@@ -120,7 +120,7 @@ class Replies:
 
 
 class GroupFuture(Generic[Result]):
-    """What an `_async` call returns: awaitable, or to be waited for by `result`. The deadline counts from the call.
+    """The reply of an `_async` call: awaitable, or to be waited for by `result`. The deadline counts from the call.
 
     It can be an argument of a call to any group: the replies then go from worker to worker. As the batch of `scatter`
     or the list of `map` it is passed as it is; elsewhere `future.forward()` keeps the type checker content.
@@ -185,7 +185,7 @@ def only(replies: list[Any]) -> Any:
 
 
 class WorkerGroup(ABC, Generic[W]):
-    """What Ray's groups and the in-process twin have in common."""
+    """The interface that Ray's groups and the in-process twin share."""
 
     def __init__(
         self, name: str, packed: RayClassWithInitArgs[W], world_size: int, timeout_s: float, meshes: Mapping[str, Mesh]

@@ -24,7 +24,7 @@ class Limits:
 
 
 class Work(ABC):
-    """What a pool does; picklable. `prepare` runs once, before the first fork; `run` once per job, in a process."""
+    """The work of a pool; picklable. `prepare` runs once, before the first fork; `run` once per job, in a process."""
 
     @abstractmethod
     def prepare(self) -> None: ...

@@ -49,7 +49,7 @@ _LEAST_S = 1e-7  # nothing is free: what were would all go to one worker
 
 
 class ExpectedCosts:
-    """What grading a sample is expected to take, learnt from the samples of the same data source before it."""
+    """Expected times to grade a sample, learnt from earlier samples of the same data source."""
 
     def __init__(self) -> None:
         self._s_per_token: dict[str, float] = {}
@@ -121,7 +121,7 @@ class RewardLoopManager:
 
     @property
     def models_sleep(self) -> bool:
-        """Whether there are models that use the places of others while they grade."""
+        """True if there are models that use the devices of others while they grade."""
         return self.models is not None and self.models.sleeps
 
     async def grade(self, groups: Sequence[PromptGroup]) -> GradingReport:

@@ -27,7 +27,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class GradingReport:
-    """What a round took, and how many samples could not be graded."""
+    """The times of a round, and how many samples could not be graded."""
 
     num_samples: int
     seconds: float

@@ -57,7 +57,7 @@ class Rubric:
 
     @property
     def is_by_rule(self) -> bool:
-        """Whether it takes neither processes nor questions to others."""
+        """True if it takes neither processes nor questions to others."""
         return all(isinstance(term.grader, Rule) for term in self.terms)
 
     @property

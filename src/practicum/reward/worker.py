@@ -64,7 +64,7 @@ class RewardSettings:
 
     @property
     def is_inline(self) -> bool:
-        """Whether every grader is a rule and nothing is looked up: no executor ever waits."""
+        """True if every grader is a rule and nothing is looked up: no executor ever waits."""
         return self.rubric.is_by_rule and self.cache_folder is None
 
 

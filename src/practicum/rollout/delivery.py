@@ -141,6 +141,6 @@ class WeightDelivery:
 
 
 def _unwrapped(error: PracticumError) -> PracticumError:
-    """What the trainer says of its weights is no failure of the trainer's."""
+    """Return the trainer's own error where it says that its weights are gone: that is no failure of the trainer."""
     cause = error.cause if isinstance(error, WorkerError) else None
     return cause if isinstance(cause, WeightsGone) else error

@@ -51,12 +51,12 @@ class TokenizerReport:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it serves for questions and answers."""
+        """True if it serves for questions and answers."""
         return self.holds("end of text")
 
     @property
     def holds_turns(self) -> bool:
-        """Whether it serves for several turns with tools."""
+        """True if it serves for several turns with tools."""
         return self.is_usable and all(self.holds(name) for name in ("chat template", "turns join", "tool messages"))
 
     def __str__(self) -> str:

@@ -103,7 +103,7 @@ def question_text(sample: Sample) -> str:
 
 
 class Classifier(RemoteGrader):
-    """What a model with one output makes of question and answer, as it is: it need not lie between 0 and 1."""
+    """The output of a reward model for question and answer, as it is: it need not lie between 0 and 1."""
 
     model_kind: ClassVar[str | None] = "classifier"
 
@@ -130,7 +130,7 @@ class Classifier(RemoteGrader):
 
 
 class Endpoint(RemoteGrader):
-    """What a service of yours answers: a number, or a mapping with `score`, and `parts` if it likes."""
+    """The answer of a service of yours: a number, or a mapping with `score`, and `parts` if it likes."""
 
     urls: tuple[str, ...] = Field(min_length=1)
     """Who is asked, such as http://grader-1:9000/score; a router shares the work among several."""

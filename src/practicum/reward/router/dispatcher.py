@@ -38,7 +38,7 @@ BOUNDS_S = (
 
 
 class Stats:
-    """What is counted while requests pass: plain numbers, which `admin.Metrics` lays out for Prometheus when asked."""
+    """Counts of what requests do: plain numbers, which `admin.Metrics` lays out for Prometheus when asked."""
 
     def __init__(self) -> None:
         self.statuses: dict[int, int] = {}  # of the workers' responses that were forwarded

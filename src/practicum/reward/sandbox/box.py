@@ -96,7 +96,7 @@ class Outcome:
 
     @property
     def summary(self) -> str:
-        """In a few words, with the last line the program wrote to its error output."""
+        """Describe the end in a few words, with the last line the program wrote to its error output."""
         words = {"exited": f"exit code {self.code}", "signalled": f"ended by signal {self.code}"}
         last = self.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         how = words.get(self.kind, f"stopped by the {'time' if self.kind == 'timeout' else self.kind} limit")

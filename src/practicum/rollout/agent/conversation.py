@@ -320,7 +320,7 @@ class _Conversation:
             self._reply = None
 
     def _is_whole(self, turn: Sample) -> bool:
-        """Whether an aborted turn had been finished, and only the reply was missing."""
+        """Return whether an aborted turn had been finished, and only the reply was missing."""
         ending = Ending(self._params, self._engine.eos_ids, self._tokenizer)
         return ending.of(int(turn.token_ids[-1]), len(turn.token_ids), turn.token_ids.tolist()) == "stop"
 

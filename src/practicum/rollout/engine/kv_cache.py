@@ -63,7 +63,7 @@ class Decode:
 
 
 class KVCache:
-    """What transformers' models need of a cache. `step` is set before each forward pass."""
+    """A cache as transformers' models need it. `step` is set before each forward pass."""
 
     is_compileable = False
     is_sliding: Sequence[bool] = ()

@@ -17,7 +17,7 @@ from practicum.types import FinishReason, Prompt, PromptGroup, RoutedExperts, Sa
 
 
 class Request(Protocol):
-    """What an engine must know to say whether it can answer: a `PromptGroup` or a `Sequence`."""
+    """The part of a request that tells an engine whether it can answer: a `PromptGroup` or a `Sequence`."""
 
     @property
     def prompt(self) -> Prompt: ...

@@ -45,7 +45,7 @@ class Capabilities:
 
     @property
     def can_number_answers(self) -> bool:
-        """Whether the answers to one request are drawn with seeds that follow each other."""
+        """True if the answers to one request are drawn with seeds that follow each other."""
         return self.owner in ("vllm", "practicum")
 
     def check(self, params: SamplingParams, server: str) -> None:

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from practicum import Message, Prompt
-from practicum.data import read_prompts
+from practicum.data import picture_fields, read_prompts
 from practicum.errors import DataError
 
 PICTURE = {"type": "image_url", "image_url": {"url": "http://pictures/1.png"}}
@@ -41,6 +41,64 @@ def test_other_field_names(write_jsonl: Callable[..., Path]) -> None:
     path = write_jsonl({"question": "1+1=", "solution": 2, "id": "first"})
     (prompt,) = read_prompts(path, prompt_key="question", answer_key="solution")
     assert (prompt.id, prompt.text, prompt.answer, prompt.metadata) == ("first", "1+1=", 2, {})
+
+
+def test_dotted_field_names(write_jsonl: Callable[..., Path]) -> None:
+    record = {"q": {"text": "1+1="}, "reward_model": {"ground_truth": 2, "style": "rule"}, "a.b": 3}
+    (prompt,) = read_prompts(write_jsonl(record), prompt_key="q.text", answer_key="reward_model.ground_truth")
+    assert (prompt.text, prompt.answer, prompt.metadata["a.b"]) == ("1+1=", 2, 3)
+    (prompt,) = read_prompts(write_jsonl(record), prompt_key="q.text", answer_key="a.b")
+    assert prompt.answer == 3
+
+
+def test_a_ground_truth_that_no_record_has_is_named_with_what_there_is(write_jsonl: Callable[..., Path]) -> None:
+    path = write_jsonl({"prompt": "1+1=", "reward_model": {"ground_truth": 2}}, {"prompt": "x", "level": 1})
+    with pytest.raises(DataError) as caught:
+        read_prompts(path, answer_key="reward_model.truth")
+    assert str(caught.value) == (
+        f"data file {path}: no record has the field 'reward_model.truth' (found: prompt, reward_model, "
+        "reward_model.ground_truth, level). Set data.answer_key to the one with the ground truth."
+    )
+    assert [prompt.answer for prompt in read_prompts(path, answer_key="level")] == [None, 1]  # one may do without
+    assert [prompt.answer for prompt in read_prompts(path)] == [None, None]
+
+    def check(prompt: Prompt) -> None:
+        raise ValueError("the ground truth is missing")
+
+    with pytest.raises(DataError, match=r"is missing\. There is no field 'answer' \(found: prompt, reward.*_key"):
+        read_prompts(path, check=check)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"images": ["sums/1.png"]},
+        {"image": "https://pictures/1.jpg?size=2"},
+        {"photo": {"path": "1.webp", "bytes": None}},
+        {"question_image": "data:image/png;base64,AAAA"},
+        {"picture": "iVBORw0KGgo" * 40},
+        {"images": [PICTURE]},
+    ],
+)
+def test_pictures_in_other_fields_are_found(write_jsonl: Callable[..., Path], fields: dict[str, Any]) -> None:
+    prompts = read_prompts(write_jsonl({"prompt": "what is this?", **fields}, {"prompt": "and this?"}))
+    assert picture_fields(prompts) == dict.fromkeys(fields, 1)
+    marked = write_jsonl({"prompt": [{"role": "user", "content": "<image>what is this?"}], **fields})
+    with pytest.raises(DataError, match=rf":1: the prompt says <image> for what its field '{next(iter(fields))}'"):
+        read_prompts(marked)
+
+
+def test_pictures_of_parquet_files_are_found_whatever_their_field(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.parquet"
+    rows = [{"prompt": "x", "scan": b"\x89PNG....", "figure": {"bytes": b"abc", "path": None}, "blob": b"abc"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert picture_fields(read_prompts(path)) == {"scan": 1, "figure": 1}
+
+
+def test_what_only_looks_like_a_picture_is_none(write_jsonl: Callable[..., Path]) -> None:
+    others = {"docker_image": "python:3.11", "image": None, "images": [], "output": "plot.png", "video_title": "Cats"}
+    prompts = read_prompts(write_jsonl({"prompt": "write an <image> tag", **others}))
+    assert not picture_fields(prompts)
 
 
 @pytest.mark.parametrize(

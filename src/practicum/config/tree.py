@@ -40,9 +40,9 @@ class DataConfig(Section):
     prompts_per_step: int = Field(default=32, ge=1)
     """Prompts in each step."""
     prompt_key: str = "prompt"
-    """Field with the question: a string, or a list of {role, content} messages."""
+    """Field with the question: a string, or a list of {role, content} messages. Within another field: a.b."""
     answer_key: str = "answer"
-    """Field with the ground truth."""
+    """Field with the ground truth, such as reward_model.ground_truth. One other than `answer` must be there."""
     max_prompt_tokens: int = Field(default=512, ge=1)
     """Longest prompt, chat template included."""
     overlong: Literal["drop", "error"] = "drop"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from practicum import ToolError
+
 _PRODUCT = re.compile(r"(\d{1,4})\*(\d{1,4})")
 
 
@@ -15,5 +17,5 @@ def calculate(expression: str) -> int:
     """
     match = _PRODUCT.fullmatch(expression.replace(" ", ""))
     if match is None:
-        raise ValueError("write two numbers with * between them")
+        raise ToolError("write two numbers with * between them")
     return int(match[1]) * int(match[2])

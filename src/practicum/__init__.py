@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from practicum.errors import ToolError
 from practicum.types import Message, Prompt, Sample, SamplingParams, Score
 
 if TYPE_CHECKING:
     from practicum.config import Config
     from practicum.loop.trainer import Trainer
 
-__all__ = ["Config", "Message", "Prompt", "Sample", "SamplingParams", "Score", "Trainer"]
+__all__ = ["Config", "Message", "Prompt", "Sample", "SamplingParams", "Score", "ToolError", "Trainer"]
 __version__ = "0.1.0"
 
 

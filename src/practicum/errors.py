@@ -8,6 +8,7 @@ PracticumError
 ├── RolloutError       a request that an engine cannot answer, or an engine that cannot be used
 │   ├── ConversationError  a conversation that no engine could go on with
 │   └── WeightsGone        weights of a version that the trainer has learnt on from
+├── ToolError          raised by tools, for what the model that called them did wrong
 ├── RouterError        a router that cannot be started, asked or told as written
 ├── ReplayError        experts that cannot be recorded or replayed, or a recording that cannot be read or written
 ├── TrainingError      a loss or gradient that is no longer a number
@@ -53,8 +54,12 @@ class RolloutError(PracticumError, ValueError):
 
 
 class ConversationError(RolloutError):
-    """A conversation cannot go on: its tools or environment failed, or left no room. No other engine would do
-    better."""
+    """A conversation cannot go on, for a reason that is no engine's: no other engine would do better."""
+
+
+class ToolError(PracticumError, ValueError):
+    """Raised by a tool for a mistake of the model, which reads the message. Any other exception says that the tool
+    itself has failed."""
 
 
 class WeightsGone(RolloutError):

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 ScoreStatus = Literal["ok", "invalid", "timeout", "infra_error"]
 SCORE_STATUSES: tuple[ScoreStatus, ...] = ("ok", "invalid", "timeout", "infra_error")
 
@@ -190,7 +190,7 @@ class Sample:
         length = len(self.token_ids)
         if not len(self.log_probs) == len(self.loss_mask) == len(self.versions) == length:
             raise ValueError(f"sample of prompt {self.prompt.id}: per-token arrays differ in length")
-        if len(self.prompt_ids) == 0 or (length == 0 and self.finish_reason != "abort"):
+        if len(self.prompt_ids) == 0 or (length == 0 and self.finish_reason not in ("abort", "error")):
             raise ValueError(f"sample of prompt {self.prompt.id}: has no prompt or no answer tokens")
         if self.routes is not None and len(self.routes) != self.num_tokens:
             raise ValueError(f"sample of prompt {self.prompt.id}: routes and tokens differ in number")
@@ -274,7 +274,7 @@ class Trajectory:
     id: str
     number: int  # within its group; with the group's seed it decides the random numbers
     samples: list[Sample] = field(default_factory=list)
-    score: Score | None = None
+    score: Score | None = None  # of the graders; or already of the rollout, where tools or environment have failed
     counts: dict[str, int] = field(default_factory=dict)  # of a conversation: turns, and calls of tools by outcome
 
     @property

@@ -37,8 +37,15 @@ def test_what_tools_said_counts_for_nothing() -> None:
 def test_conversations_tell_how_long_they_are_and_how_often_their_tools_fail() -> None:
     counts = [{"turns": 4, "calls_ok": 3}, {"turns": 3, "calls_ok": 3, "calls_raised": 1}, {"turns": 2}]
     counts += [{"turns": 1, "calls_timeout": 1}]
-    metrics = conversation_metrics([Trajectory(f"1/0/{n}", n, counts=own) for n, own in enumerate(counts)])
-    assert metrics == {"agent/turns": 2.5, "agent/calls": 2.0, "agent/failed_calls_share": 0.25}
+    trajectories = [Trajectory(f"1/0/{n}", n, counts=own) for n, own in enumerate(counts)]
+    trajectories[3].add(replace(make_sample(), finish_reason="error"))
+    metrics = conversation_metrics(trajectories)
+    assert metrics == {
+        "agent/turns": 2.5,
+        "agent/calls": 2.0,
+        "agent/failed_calls_share": 0.25,
+        "agent/failed_share": 0.25,
+    }
     assert all(value == 0.0 for value in conversation_metrics([]).values())
 
 

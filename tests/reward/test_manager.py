@@ -104,6 +104,18 @@ def test_failures_within_the_allowed_share_stay_failures() -> None:
     assert report.failures == {"invalid": 1}
 
 
+def test_a_conversation_whose_tools_failed_is_not_graded_and_counts_as_a_failure() -> None:
+    groups = groups_for("4", "4", truth="4")
+    failed = groups[0].trajectories[0]
+    failed.samples[0] = replace(failed.last, finish_reason="error")
+    failed.score = Score.failed("infra_error", "World.step raised OSError: gone")
+    scores, report = grade({"grader": "exact"}, groups, max_failure_share=0.5, retries=3)
+    assert values(scores) == [None, 1.0] and scores[0] is failed.score
+    assert report.failures == {"infra_error": 1} and report.num_retried == 0
+    with pytest.raises(RewardError, match=r"1 of 2 .*\(1 infra_error\).*The first: World.step raised OSError: gone"):
+        grade({"grader": "exact"}, groups, max_failure_share=0.1)
+
+
 def test_too_many_failures_stop_the_run_with_the_first_reason() -> None:
     async def test() -> None:
         async with open_manager({"function": function("raises_on_one")}, max_failure_share=0.2) as manager:

@@ -13,6 +13,7 @@ def test_the_report_counts_what_happened() -> None:
     graded = [Graded(Score(1.0), 0.5, 1.0, cache_hits=1), FAILED, Graded(Score.failed("invalid", "x"), 1.0, 2.0)]
     made = GradingReport.of(graded, seconds=2.0, num_retried=1, num_restarts=0)
     assert made.failures == {"invalid": 1, "timeout": 1}
+    assert str(made) == "2 of 3 samples could not be graded (1 invalid, 1 timeout). The first: late"
     assert (made.waited_s, made.longest_wait_s, made.ran_s) == (0.5, 1.0, 1.0)
     assert made.metrics() == {
         "time/graded_per_s": 1.5,

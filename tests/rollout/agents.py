@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from practicum import ToolError
 from practicum.types import Prompt
 
 HERE = str(Path(__file__))
@@ -53,6 +54,17 @@ def fail(text: str) -> None:
     raise KeyError(text)
 
 
+def refuse(text: str) -> None:
+    """Says that the model has made a mistake."""
+    raise ToolError(f"no such place: {text}")
+
+
+async def refuse_later(text: str) -> None:
+    """Says so after a while."""
+    await asyncio.sleep(0.01)
+    refuse(text)
+
+
 def crash() -> None:
     """Ends its process."""
     os._exit(3)
@@ -78,8 +90,9 @@ class Countdown:
 
     def step(self, text: str) -> str | None:
         if text == "raise":
-            self.left = 99  # forgotten with the rest of the step
             raise RuntimeError("not that")
+        if text == "crash":
+            crash()
         if text == "hang":
             hang()
         self.heard.append(text)
@@ -106,6 +119,39 @@ class CannotReset:
 
     def step(self, text: str) -> None:
         raise AssertionError
+
+
+class ResetsTheSecondTime(Countdown):
+    """Fails once for each `marker`, a file that is not there before."""
+
+    def reset(self, prompt: Prompt) -> str | None:
+        marker = Path(prompt.metadata["marker"])
+        if not marker.exists():
+            marker.touch()
+            hang() if prompt.metadata["hangs"] else fail("not yet")
+        return super().reset(prompt)
+
+
+class Board:
+    """Known to this file alone."""
+
+
+class Odd(Countdown):
+    """Returns what its prompt's metadata say."""
+
+    def reset(self, prompt: Prompt) -> Any:
+        self.odd = prompt.metadata["odd"]
+        super().reset(prompt)
+        return 3 if self.odd == "reset" else None
+
+    def step(self, text: str) -> Any:
+        returned = {"tuple": ("text", 1.0, True), "bytes": b"text", "unicode": "\ud800"}
+        return returned.get(self.odd, text)
+
+    def outcome(self) -> Any:
+        if self.odd == "outcome":
+            raise KeyError("score")
+        return {"board": Board(), "lock": threading.Lock(), "coroutine": patient(0)}.get(self.odd)
 
 
 class KeepsALock(Countdown):

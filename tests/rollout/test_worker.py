@@ -159,7 +159,16 @@ async def test_spoilt_weights_are_no_matter_of_this_engine(tiny_model: Path) -> 
 async def test_a_conversation_that_fails_is_no_matter_of_this_engine(tiny_model: Path) -> None:
     agent = AgentConfig(environment="tests/rollout/agents.py:CannotReset")
     async with worker_of(tiny_model, agent=agent) as worker:
-        with pytest.raises(ConversationError, match="no level of that name"):
+        for group in await written(worker, groups_of(2)):
+            for trajectory in group.trajectories:
+                assert trajectory.is_finished and trajectory.score is not None
+                assert "no level of that name" in trajectory.score.reason
+
+        async def broken(*_: Any) -> Any:
+            raise KeyError("oh")
+
+        worker._conversations.user_code.run = broken
+        with pytest.raises(ConversationError, match="its conversation failed: KeyError: 'oh'"):
             await written(worker, groups_of(2))
 
 

@@ -57,7 +57,7 @@ class AgentConfig(Section):
     max_turn_tokens: int | None = Field(default=None, ge=1)
     """Longest turn of the model. None: only rollout.max_new_tokens counts, for the conversation as a whole."""
     tool_timeout_s: float = Field(default=10.0, gt=0)
-    """The time a call to a tool or an environment may take; then the model reads that it took too long."""
+    """The time a call to a tool or an environment may take; a conversation in which one takes longer has no score."""
 
     @property
     def is_set(self) -> bool:

@@ -119,7 +119,13 @@ def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
         "agent/turns": counts["turns"] / max(1, num),
         "agent/calls": sum(calls.values()) / max(1, num),
         "agent/failed_calls_share": failed / max(1, sum(calls.values())),
+        "agent/failed_share": sum(_has_failed(trajectory) for trajectory in trajectories) / max(1, num),
     }
+
+
+def _has_failed(trajectory: Trajectory) -> bool:
+    """Return whether tools or environment have failed, and the conversation ended for it."""
+    return bool(trajectory.samples) and trajectory.last.finish_reason == "error"
 
 
 def replay_metrics(stats: ReplayStats) -> dict[str, float]:

@@ -5,7 +5,7 @@
                          └─ again: timeouts and infra errors while retries are left; all that a dead worker had
 
 Adding does not wait, so answers are graded while others are still being written. An answer that cannot be graded has a
-score without a value; too many of those stop the run.
+score without a value, and so has a conversation whose tools or environment failed; too many of those stop the run.
 
 All of it belongs to one event loop; rounds may be open side by side.
 """
@@ -221,7 +221,12 @@ class GradingRound:
             requests = [_Request(trajectory, _sent(trajectory.last)) for trajectory in group.trajectories]
             self._requests += requests
             is_held = models_sleep and self._manager.asks_models(group.prompt)
-            (self._held if is_held else self._unsent).extend(requests)
+            for request in requests:
+                score = request.trajectory.score
+                if request.sample.finish_reason == "error" and score is not None:  # its tools or environment failed
+                    self._settle(request, Graded(score))
+                else:
+                    (self._held if is_held else self._unsent).append(request)
         if self._unsent and not self._is_scheduled:
             self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self._send_unsent)  # with whatever else comes in this turn of the loop

@@ -39,6 +39,8 @@ class GradingReport:
     """Mean time its grading took."""
     failures: Mapping[str, int]
     """Samples by status, for those that could not be graded."""
+    first_reason: str
+    """Why the first of them could not; empty where there is none."""
     num_retried: int
     num_restarts: int
     num_cache_hits: int
@@ -46,6 +48,7 @@ class GradingReport:
     @classmethod
     def of(cls, graded: Sequence[Graded], seconds: float, num_retried: int, num_restarts: int) -> GradingReport:
         counts = Counter(one.score.status for one in graded)
+        reasons = (one.score.reason for one in graded if one.score.status != "ok")
         return cls(
             num_samples=len(graded),
             seconds=seconds,
@@ -53,10 +56,16 @@ class GradingReport:
             longest_wait_s=max((one.waited_s for one in graded), default=0.0),
             ran_s=sum(one.ran_s for one in graded) / max(1, len(graded)),
             failures={status: counts[status] for status in SCORE_STATUSES if status != "ok" and counts[status]},
+            first_reason=next(reasons, ""),
             num_retried=num_retried,
             num_restarts=num_restarts,
             num_cache_hits=sum(one.cache_hits for one in graded),
         )
+
+    def __str__(self) -> str:
+        """Say how many samples could not be graded, and why the first could not."""
+        num, kinds = sum(self.failures.values()), ", ".join(f"{n} {status}" for status, n in self.failures.items())
+        return f"{num} of {self.num_samples} samples could not be graded ({kinds}). The first: {self.first_reason}"
 
     def metrics(self) -> dict[str, float]:
         return {

@@ -402,7 +402,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         for came, part in ((t, part_of.get((group.id, t.number))) for group in groups for t in group.trajectories):
             if part is None or part not in worker.parts or (own := part.open.pop(came.number, None)) is None:
                 continue
-            own.samples, own.counts = came.samples, came.counts
+            own.samples, own.counts, own.score = came.samples, came.counts, came.score
             worker.num_open -= 1
             worker.num_tokens -= part.cost
             if not part.open:

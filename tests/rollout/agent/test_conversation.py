@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from practicum.config import AgentConfig
 from practicum.errors import ConversationError, RolloutError
 from practicum.models import encode_prompts
-from practicum.processes import JobFailed
 from practicum.rollout.agent.conversation import Conversations, Transcript
 from practicum.rollout.hf import HFRollout
 from practicum.types import Message, Prompt, PromptGroup, RoutedExperts, Sample, SamplingParams, Trajectory
@@ -145,11 +144,17 @@ ODD: dict[str, tuple[str, str, str, int]] = {  # by what is asked: first turn, r
     "open": ('<tool_call>{"name": "add"}', "error: a <tool_call> is not closed", "stop", 2),
     "unknown": ('<tool_call>{"name": "mul"}</tool_call>', "error: there is no tool 'mul'; there are: add", "stop", 2),
     "malformed": ('<tool_call>{"name": "add", "arguments": {"a": "x"}}</tool_call>', "error: add: a: Input", "stop", 2),
-    "hang": ('<tool_call>{"name": "hang"}</tool_call>', "error: hang took longer than 0.5 s", "stop", 2),
-    "raise": ('<tool_call>{"name": "fail", "arguments": {"text": "u"}}</tool_call>', "raised KeyError: 'u'", "stop", 2),
-    "crash": ('<tool_call>{"name": "crash"}</tool_call>', "error: crash its process ended", "stop", 2),
+    "refuse": ('<tool_call>{"name": "refuse", "arguments": {"text": "u"}}</tool_call>', "no such place: u", "stop", 2),
+    "hang": ('<tool_call>{"name": "hang"}</tool_call>', "timeout: hang took longer than 0.5 s", "error", 1),
+    "raise": (
+        '<tool_call>{"name": "fail", "arguments": {"text": "u"}}</tool_call>',
+        "infra_error: fail raised KeyError: 'u'",
+        "error",
+        1,
+    ),
+    "crash": ('<tool_call>{"name": "crash"}</tool_call>', "infra_error: crash its process ended", "error", 1),
     "async": ('<tool_call>{"name": "patient", "arguments": {"seconds": 0.01}}</tool_call>', "waited", "stop", 2),
-    "late": ('<tool_call>{"name": "patient", "arguments": {"seconds": 60}}</tool_call>', "took longer", "stop", 2),
+    "late": ('<tool_call>{"name": "patient", "arguments": {"seconds": 60}}</tool_call>', "timeout: ", "error", 1),
     "two": (ADD % 1 + ADD % 5, "<tool_response>\n2\n</tool_response><tool_response>\n6", "stop", 2),
     "forever": (ADD % 1, "<tool_response>\n2", "length", 3),
 }
@@ -162,7 +167,9 @@ def test_many_conversations_at_once_with_every_odd_case(tokenizer: Any) -> None:
             return None
         return ODD[question][0] if "<tool_response>" not in text or question == "forever" else "done"
 
-    agent = tools("add", "hang", "fail", "crash", "patient", max_turns=3, tool_timeout_s=0.5, max_turn_tokens=200)
+    agent = tools(
+        "add", "hang", "fail", "crash", "patient", "refuse", max_turns=3, tool_timeout_s=0.5, max_turn_tokens=200
+    )
     questions = [*ODD, "endless"]
 
     async def test() -> list[PromptGroup]:
@@ -182,13 +189,20 @@ def test_many_conversations_at_once_with_every_odd_case(tokenizer: Any) -> None:
                 assert (sample.finish_reason, len(sample.token_ids)) == ("length", 200)
                 continue
             _, reply, reason, num_turns = ODD[group.id]
-            assert reply in text, (group.id, text)
+            if reason == "error":  # nothing is said to the model, and there is no score
+                assert trajectory.score is not None and trajectory.score.value is None
+                status, _, why = reply.partition(": ")
+                assert trajectory.score.status == status and why in trajectory.score.reason
+                assert sample.text == ODD[group.id][0] and sample.loss_mask.all()
+            else:
+                assert reply in text, (group.id, text)
+                assert trajectory.score is None
             assert (sample.finish_reason, text.count("<|im_start|>assistant")) == (reason, num_turns - 1), group.id
             assert trajectory.counts["turns"] == num_turns
             assert sample.text == ("done" if num_turns == 2 else ODD[group.id][0])
     assert counts["calls_ok"] == 3 * (1 + 2 + 2)  # async, two, and forever but for its last
-    assert counts["calls_malformed"] == 9 and counts["calls_unknown"] == 3
-    assert counts["calls_timeout"] == 6 and counts["calls_raised"] == 6
+    assert counts["calls_malformed"] == 9 and counts["calls_unknown"] == 3 and counts["calls_refused"] == 3
+    assert counts["calls_timeout"] == 6 and counts["calls_infra_error"] == 6
 
 
 def test_the_tokens_of_tools_count_too_and_a_reply_without_room_for_a_turn_is_left_out(tokenizer: Any) -> None:
@@ -272,10 +286,10 @@ def test_the_first_turns_of_all_answers_are_one_batch_and_all_turns_are_one_sess
 
 @pytest.mark.parametrize("name", ["Countdown", "AsyncCountdown"])
 def test_an_environment_answers_until_it_is_over_and_tells_the_outcome(tokenizer: Any, name: str) -> None:
-    words = iter(["one", "raise", "hang", "two", "three"])
+    words = iter(["one", "two", "three"])
 
     async def test() -> Trajectory:
-        async with table(tokenizer, environment(name, tool_timeout_s=0.5), lambda text: next(words)) as t:
+        async with table(tokenizer, environment(name), lambda text: next(words)) as t:
             (group,) = await t.fill(t.group(answer=3, metadata={"speaks": True}))
             (trajectory,) = group.trajectories
             return trajectory
@@ -285,46 +299,56 @@ def test_an_environment_answers_until_it_is_over_and_tells_the_outcome(tokenizer
     opening = tokenizer.decode(sample.prompt_ids)
     assert opening.endswith("go<|im_end|>\n<|im_start|>user\n3+<|im_end|>\n<|im_start|>assistant\n")
     assert sample.prompt.metadata["environment"] == {"heard": ["one", "two", "three"], "left": 0}
-    assert trajectory.counts == {"turns": 5, "calls_ok": 3, "calls_raised": 1, "calls_timeout": 1}
-    said = re.findall(r"user\n(.*?)<\|im_end\|>", tokenizer.decode(sample.token_ids))
-    assert (said[0], said[-1]) == ("2", "1")
-    assert "RuntimeError: not that" in said[1] and "took longer" in said[2]
+    assert trajectory.counts == {"turns": 3, "calls_ok": 3} and trajectory.score is None
+    assert re.findall(r"user\n(.*?)<\|im_end\|>", tokenizer.decode(sample.token_ids)) == ["2", "1"]
     assert (sample.text, sample.finish_reason) == ("three", "stop")
 
 
+@pytest.mark.parametrize(("word", "status"), [("raise", "infra_error"), ("crash", "infra_error"), ("hang", "timeout")])
+def test_a_step_that_fails_ends_its_conversation_alone_and_without_a_score(
+    tokenizer: Any, word: str, status: str
+) -> None:
+    async def test() -> None:
+        says = lambda text: word if "bad" in text and "2<" in text else "so"  # noqa: E731
+        async with table(tokenizer, environment("Countdown", tool_timeout_s=0.5), says) as t:
+            bad, good = (t.group(name, SamplingParams(500), answer=3) for name in ("bad", "good"))
+            await t.fill(bad, good)
+            (failed,), (fine,) = bad.trajectories, good.trajectories
+            assert fine.score is None and fine.last.finish_reason == "stop"
+            assert failed.score is not None and failed.score.status == status
+            assert "Countdown.step " in failed.score.reason
+            assert (failed.last.finish_reason, failed.last.text) == ("error", word)
+            assert failed.counts == {"turns": 2, "calls_ok": 1, f"calls_{status}": 1}
+            assert failed.is_finished and pickle.loads(pickle.dumps(failed)).score == failed.score
+
+    run(test())
+
+
 @pytest.mark.parametrize(("name", "why"), [("CannotReset", "no level of that name"), ("KeepsALock", "pickle")])
-def test_an_environment_that_cannot_begin_fails_its_own_groups(tokenizer: Any, name: str, why: str) -> None:
+def test_conversations_that_cannot_begin_end_without_a_score(tokenizer: Any, name: str, why: str) -> None:
     async def test() -> None:
         async with table(tokenizer, environment(name), lambda text: "x") as t:
-            with pytest.raises(ConversationError, match=why) as caught:
-                await t.ask(params=SamplingParams(9, num_answers=3), answer=1)
-            assert "prompt go" in str(caught.value)
+            (group,) = await t.fill(t.group(params=SamplingParams(9, num_answers=3), answer=1))
+            assert not t.engine.begun
+            for trajectory in group.trajectories:
+                assert trajectory.is_finished and trajectory.last.finish_reason == "error"
+                assert len(trajectory.last.token_ids) == 0 and trajectory.last.prompt_ids is group.prompt_ids
+                assert trajectory.score is not None and trajectory.score.status == "infra_error"
+                assert f"{name}.reset " in trajectory.score.reason and why in trajectory.score.reason
             assert t.conversations.num_running == 0
 
     run(test())
 
 
-def test_an_environment_whose_process_is_lost_again_and_again_is_no_fault_of_the_conversation(tokenizer: Any) -> None:
-    async def lost(*_: Any) -> Any:
-        raise JobFailed("lost", "the process it was in ended 4 times")
-
-    async def test() -> None:
-        async with table(tokenizer, environment("Countdown"), lambda text: "x") as t:
-            t.conversations.user_code.run = lost  # type: ignore[attr-defined]
-            with pytest.raises(RolloutError, match="reset for prompt go the process it was in ended") as caught:
-                await t.ask(answer=1)
-            assert not isinstance(caught.value, ConversationError)
-
-    run(test())
-
-
 def test_a_first_word_that_leaves_no_room_says_so(tokenizer: Any) -> None:
-    async def test() -> None:
+    async def test() -> Trajectory:
         async with table(tokenizer, environment("Countdown"), lambda text: "x") as t:
-            with pytest.raises(ConversationError, match=r"leaves no room for an answer: raise rollout.max_new_tokens"):
-                await t.ask(params=SamplingParams(5), answer=3, metadata={"speaks": True})
+            (group,) = await t.fill(t.group(params=SamplingParams(5), answer=3, metadata={"speaks": True}))
+            return group.trajectories[0]
 
-    run(test())
+    score = run(test()).score
+    assert score.status == "invalid"
+    assert "leaves no room for an answer: raise rollout.max_new_tokens" in score.reason
 
 
 def test_a_conversation_with_an_environment_is_not_gone_on_with(tokenizer: Any) -> None:

@@ -16,6 +16,7 @@ from pydantic import Field
 
 from practicum.config import AgentConfig
 from practicum.errors import RolloutError
+from practicum.rollout.agent.interaction import InteractionFailed
 from practicum.rollout.agent.tools import (
     CALL_FORMATS,
     BadCall,
@@ -154,7 +155,7 @@ def replies_to(names: list[str], calls: list[Call | BadCall], timeout_s: float =
 
 
 def test_every_call_has_a_reply_whatever_the_tool_does() -> None:
-    names = ["add", "patient", "hang", "fail", "crash"]
+    names = ["add", "patient", "hang", "fail", "crash", "refuse", "refuse_later"]
     replies = replies_to(
         names,
         [
@@ -168,15 +169,53 @@ def test_every_call_has_a_reply_whatever_the_tool_does() -> None:
             Call("sub", {}),
             Call(None, {}),
             BadCall("not valid JSON"),
+            Call("refuse", {"text": "Atlantis"}),
+            Call("refuse_later", {"text": "Atlantis"}),
+            Call("refuse", {"text": "\ud800"}),
+            Call("refuse", {"text": nested(600)}),
         ],
     )
     assert [reply.status for reply in replies] == [
-        *("ok", "ok", "timeout", "timeout", "raised", "raised", "malformed", "unknown", "unknown", "malformed")
+        *("ok", "ok", "timeout", "timeout", "infra_error", "infra_error", "malformed", "unknown", "unknown"),
+        *("malformed", "refused", "refused", "refused", "malformed"),
     ]
     assert [reply.text for reply in replies[:2]] == ["3", "waited"]
-    assert all(reply.text.startswith("error: ") for reply in replies[2:])
-    assert "raised KeyError: 'oh'" in replies[4].text
+    assert all(reply.text.startswith("error: ") for reply in replies[6:])  # which the model reads
+    assert all(reply.text.startswith(f"rollout.agent.tools={HERE}:{reply.name}: ") for reply in replies[2:6])
+    assert "raised KeyError: 'oh'" in replies[4].text and "raise that for a mistake of the model" in replies[4].text
     assert "there is no tool 'sub'; there are: add, patient, hang, fail, crash" in replies[7].text
+    assert replies[10].text == "error: refuse: no such place: Atlantis"
+    assert all(reply.text.encode() for reply in replies)
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_a_tool_that_fails_ends_the_conversation_and_a_mistake_of_the_model_does_not() -> None:
+    async def run() -> dict[str, int]:
+        tools = Tools([f"{HERE}:refuse", f"{HERE}:fail"], 5.0)
+        await tools.start()
+        try:
+            interaction = tools.interaction()
+            call = '<tool_call>{"name": "%s", "arguments": {"text": "x"}}</tool_call>'
+            said = await interaction.reply("", call % "refuse" + call % "sub", is_last=False)
+            assert said is not None and [message["content"][:6] for message in said] == ["error:"] * 2
+            with pytest.raises(InteractionFailed, match="fail raised KeyError: 'x'") as caught:
+                await interaction.reply("", call % "refuse" + call % "fail", is_last=False)
+            assert caught.value.status == "infra_error"
+            return dict(interaction.counts)
+        finally:
+            await tools.close()
+
+    assert asyncio.run(run()) == {"refused": 2, "unknown": 1, "infra_error": 1}
+
+
+def test_text_that_no_tokenizer_takes_is_mended() -> None:
+    assert as_text("a\ud800b") == "a?b"
 
 
 def test_a_call_without_a_name_means_the_only_tool() -> None:
@@ -283,6 +322,11 @@ def test_hermes_calls_are_found_among_other_words() -> None:
         ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', '"arguments" is not an object'),
         ('<tool_call>{"name": "f", "arguments": "{"}</tool_call>', "arguments are not valid JSON"),
         ('<tool_call>{"name": "f"}', "not closed"),
+        ('<tool_call>{"name": "f", "arguments": {"\\ud800": 1}}</tool_call>', "not valid JSON"),
+        (
+            '<tool_call>{"name": "f", "arguments": "{\\"x\\": \\"\\\\ud800\\"}"}</tool_call>',
+            "arguments are not valid JSON",
+        ),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
     ],
 )

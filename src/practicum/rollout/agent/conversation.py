@@ -4,7 +4,8 @@
                  engine               processes that can be killed      seed of its own
 
 A conversation ends with `stop` when there is no reply, with `length` when a turn was cut off, when the next one would
-be one too many or when there is no room left for it, and with `abort` when it was aborted.
+be one too many or when there is no room left for it, with `abort` when it was aborted, and with `error` when tools or
+environment have failed: then its trajectory has a score without a value, as if it could not be graded.
 """
 
 from __future__ import annotations
@@ -24,17 +25,16 @@ from numpy.typing import NDArray
 from practicum.config import AgentConfig
 from practicum.errors import ConversationError, RolloutError
 from practicum.models import encode_prompts
-from practicum.processes import JobFailed
 from practicum.replay import decoded
 from practicum.rollout.agent.environment import Environments
-from practicum.rollout.agent.interaction import ChatMessage, UserCode
+from practicum.rollout.agent.interaction import ChatMessage, InteractionFailed, UserCode
 from practicum.rollout.agent.template import TurnTemplate
 from practicum.rollout.agent.tools import Tools
 from practicum.rollout.base import BaseRollout
 from practicum.rollout.engine.sequence import Ending
 from practicum.rollout.engine.sequence import Sequence as EngineSequence
 from practicum.rollout.tokenizer import check_tokenizer
-from practicum.types import FinishReason, Message, Prompt, PromptGroup, RoutedExperts, Sample, Trajectory
+from practicum.types import FinishReason, Message, Prompt, PromptGroup, RoutedExperts, Sample, Score, Trajectory
 
 log = logging.getLogger("practicum.rollout")
 
@@ -156,9 +156,6 @@ class Conversations:
         except EngineFailed as failure:
             assert isinstance(failure.__cause__, Exception)
             raise failure.__cause__ from None
-        except RolloutError as error:
-            is_ours = isinstance(error.__cause__, JobFailed) and error.__cause__.kind == "lost"
-            raise error if is_ours else ConversationError(str(error)) from error
         except Exception as error:  # ours, or of a chat template
             log.exception("a conversation failed")
             what = f"prompt {prompt_id}: its conversation failed: {type(error).__name__}: {error}"
@@ -218,24 +215,29 @@ class _Conversation:
             self._reply.cancel()
 
     async def run(self) -> Sample:
-        turn = await self._open()
-        while turn is not None:
-            self._transcript.add_turn(turn)
-            if turn.finish_reason != "stop":
-                return self._ended(turn, turn.finish_reason)
-            is_last = self._transcript.num_turns == self._of.max_turns
-            marked = self._tokenizer.decode(turn.token_ids, skip_special_tokens=False)
-            said = await self._unless_cancelled(self._interaction.reply(turn.text, marked, is_last=is_last))
-            if self._is_cancelled:
-                return self._ended(turn, "abort")
-            if said is None:
-                return self._ended(turn, "stop")
-            between = self._between(turn, said)
-            if is_last or len(between) >= self._room:
-                return self._ended(turn, "length")
-            self._transcript.add_said(between)
-            turn = await self._write(None)
-        return self._ended(None, "abort")
+        turn: Sample | None = None
+        try:
+            turn = await self._open()
+            while turn is not None:
+                self._transcript.add_turn(turn)
+                if turn.finish_reason != "stop":
+                    return self._ended(turn, turn.finish_reason)
+                is_last = self._transcript.num_turns == self._of.max_turns
+                marked = self._tokenizer.decode(turn.token_ids, skip_special_tokens=False)
+                said = await self._unless_cancelled(self._interaction.reply(turn.text, marked, is_last=is_last))
+                if self._is_cancelled:
+                    return self._ended(turn, "abort")
+                if said is None:
+                    return self._ended(turn, "stop")
+                between = self._between(turn, said)
+                if is_last or len(between) >= self._room:
+                    return self._ended(turn, "length")
+                self._transcript.add_said(between)
+                turn = await self._write(None)
+            return self._ended(None, "abort")
+        except InteractionFailed as failure:
+            self.trajectory.score = Score.failed(failure.status, failure.reason)
+            return self._ended(turn, "error")
 
     async def _open(self) -> Sample | None:
         """Return the first turn, or the one that was aborted; None where it is cancelled before anything is written."""
@@ -256,9 +258,10 @@ class _Conversation:
             ids = _with_more(self._tokenizer, prompt, said)
             self._transcript = Transcript(prompt, ids)
             if self._room < 1:
-                raise RolloutError(
+                raise InteractionFailed(
+                    "invalid",
                     f"prompt {prompt.id}: what the environment says first is {len(ids)} tokens long with the prompt "
-                    "and leaves no room for an answer: raise rollout.max_new_tokens."
+                    "and leaves no room for an answer: raise rollout.max_new_tokens",
                 )
         return await self._write(None)
 

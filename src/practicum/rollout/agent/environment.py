@@ -5,9 +5,13 @@
         def step(self, text: str) -> str | None: ...           what is said to a turn of the model; None: it is over
         def outcome(self) -> Any: ...                          may be left out: for the reward function, see below
 
-Each conversation has an object of its own. Its methods (sync or async) run in processes that can be killed, whichever
-is free: between two steps the object travels as a pickle, and after a step that failed it is as it was before. What
-`outcome` returned last is found in `sample.prompt.metadata["environment"]`.
+Each conversation has an object of its own. Its methods (the first two sync or async) run in processes that can be
+killed, whichever is free: between two steps the object travels as a pickle. What `outcome` returned last is found in
+`sample.prompt.metadata["environment"]`.
+
+What is wrong with a turn of the model is said by returning text. A method that raises, hangs, crashes or returns
+something else has failed: the conversation ends without a score, as if it could not be graded. A reset that failed is
+tried once more, with a new object. A step is not: it may have had effects elsewhere.
 """
 
 from __future__ import annotations
@@ -20,19 +24,23 @@ from typing import Any
 from practicum.errors import RolloutError
 from practicum.functions import load_named
 from practicum.processes import JobFailed, ProcessPool, Work
-from practicum.rollout.agent.interaction import DESCRIBE_S, ChatMessage, Interaction, UserCode
-from practicum.types import Prompt
+from practicum.processes.child import described
+from practicum.rollout.agent.interaction import DESCRIBE_S, ChatMessage, Interaction, InteractionFailed, UserCode
+from practicum.types import Prompt, ScoreStatus
 
 _KEY = "rollout.agent.environment"
 _NUM_RESETS = 2
+_SHOWN = 60
 
-
-Step = tuple[bytes, str | None, Any]
-"""The result of a reset or a step: the environment as a pickle, what it said, the outcome."""
+Step = tuple[bytes, str | None, bytes]
+"""The result of a reset or a step: the environment as a pickle, what it said, the outcome as a pickle."""
 
 
 class EnvironmentWork(Work):
-    """The work of the processes: a job is ("describe",), ("reset", fields of a prompt) or ("step", state, text)."""
+    """The work of the processes: a job is ("describe",), ("reset", fields of a prompt) or ("step", state, text).
+
+    The last two become a `Step`, or a text that names a method and says what is wrong with what it did.
+    """
 
     def __init__(self, spec: str, *, is_async: bool = False) -> None:
         self._spec = spec
@@ -53,12 +61,12 @@ class EnvironmentWork(Work):
         if job == ("describe",):
             return any(inspect.iscoroutinefunction(getattr(self._class, name)) for name in ("reset", "step"))
         environment, method, given = self._begun(job)
-        return _step(environment, method(given))
+        return _step(environment, job[0], method(given))
 
     async def _run_async(self, job: tuple[Any, ...]) -> Any:
         environment, method, given = self._begun(job)
         said = method(given)  # one of the two methods may be a plain function
-        return _step(environment, await said if inspect.isawaitable(said) else said)
+        return _step(environment, job[0], await said if inspect.isawaitable(said) else said)
 
     def _begun(self, job: tuple[Any, ...]) -> tuple[Any, Callable[[Any], Any], Any]:
         if job[0] == "reset":
@@ -68,11 +76,33 @@ class EnvironmentWork(Work):
         return environment, environment.step, job[2]
 
 
-def _step(environment: Any, said: Any) -> Step:
+def _step(environment: Any, method: str, said: Any) -> Step | str:
     if said is not None and not isinstance(said, str):
-        raise TypeError(f"returned {type(said).__name__}, not text or None")
-    outcome = environment.outcome() if hasattr(environment, "outcome") else None
-    return pickle.dumps(environment), said, outcome
+        hint = "; rewards are for the reward function, which reads the outcome" if isinstance(said, tuple) else ""
+        return f"{method} returned {_shown(said)}, and must return text, or None where nothing is said{hint}"
+    try:
+        said = None if said is None else said.encode().decode()  # a plain string, whatever class it had
+    except UnicodeEncodeError as error:
+        return f"{method} returned text that is not valid Unicode: {error}"
+    try:
+        outcome = environment.outcome() if hasattr(environment, "outcome") else None
+    except Exception as error:
+        return f"outcome raised {described(error)}"
+    if inspect.isawaitable(outcome):
+        return "outcome returned a coroutine, and must be a plain function"
+    try:
+        packed = pickle.dumps(outcome)
+    except Exception as error:
+        return f"outcome returned {_shown(outcome)}, which no other process can be sent: {described(error)}"
+    try:
+        return pickle.dumps(environment), said, packed
+    except Exception as error:
+        return f"{method} left an object that no other process can be sent: {described(error)}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= _SHOWN else text[:_SHOWN] + ' ...'}"
 
 
 class Environments(UserCode):
@@ -97,10 +127,22 @@ class Environments(UserCode):
             pool = await self._pool(EnvironmentWork(self.spec, is_async=True), is_async=True)
         self._pool_of_steps = pool
 
-    async def run(self, *job: Any) -> Step:
-        """Raise `JobFailed` where the reset or step fails."""
-        step: Step = (await self._pool_of_steps.run(job, self._timeout_s)).value
-        return step
+    async def run(self, method: str, *given: Any) -> tuple[bytes, str | None, Any]:
+        """Return the environment as a pickle, what it says and the outcome. Raise `InteractionFailed`."""
+        name = f"{_KEY}={self.spec}: {self.spec.rpartition(':')[2]}."
+        try:
+            step: Step | str = (await self._pool_of_steps.run((method, *given), self._timeout_s)).value
+        except JobFailed as failure:
+            status: ScoreStatus = "timeout" if failure.kind == "timeout" else "infra_error"
+            hint = "; a mistake of the model is answered by returning text" if failure.kind == "raised" else ""
+            raise InteractionFailed(status, f"{name}{method} {failure.reason}{hint}") from failure
+        if isinstance(step, str):
+            raise InteractionFailed("infra_error", f"{name}{step}")
+        try:
+            return step[0], step[1], pickle.loads(step[2])
+        except Exception as error:  # of a class that only the processes of environments know
+            what = f"{name}outcome returned something that no other process can read ({type(error).__name__}: {error})"
+            raise InteractionFailed("infra_error", f"{what}: return numbers, texts, lists and dicts") from error
 
 
 class _EnvironmentInteraction(Interaction):
@@ -110,22 +152,23 @@ class _EnvironmentInteraction(Interaction):
         self._state = b""
 
     async def begin(self, prompt: Prompt) -> str | None:
-        """Raise `RolloutError` where the reset fails: without a beginning there is nothing to go on with."""
         for attempt in range(1, _NUM_RESETS + 1):
             try:
-                self._state, said, self.outcome = await self._environments.run("reset", prompt.__reduce__()[1])
-                return said
-            except JobFailed as failure:
-                if failure.kind == "raised" or attempt == _NUM_RESETS:
-                    what = f"{_KEY}={self._environments.spec!r}: reset for prompt {prompt.id} {failure.reason}"
-                    raise RolloutError(what) from failure
+                return await self._run("reset", prompt.__reduce__()[1])
+            except InteractionFailed:
+                if attempt == _NUM_RESETS:
+                    raise
         raise AssertionError("unreachable")
 
     async def reply(self, text: str, marked: str, *, is_last: bool) -> Sequence[ChatMessage] | None:
         try:
-            self._state, said, self.outcome = await self._environments.run("step", self._state, text)
-            self.counts["ok"] += 1
-        except JobFailed as failure:  # something that was said; the environment stays as it was
-            self.counts["raised" if failure.kind == "crashed" else failure.kind] += 1
-            said = f"error: {failure.reason}"
+            said = await self._run("step", self._state, text)
+        except InteractionFailed as failure:
+            self.counts[failure.status] += 1
+            raise
+        self.counts["ok"] += 1
         return None if said is None else [{"role": "user", "content": said}]
+
+    async def _run(self, method: str, *given: Any) -> str | None:
+        self._state, said, self.outcome = await self._environments.run(method, *given)
+        return said

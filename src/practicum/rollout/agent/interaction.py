@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from practicum.errors import ProcessError, RolloutError
 from practicum.processes import JobFailed, ProcessPool, Work
 from practicum.processes.work import Limits
-from practicum.types import Prompt
+from practicum.types import Prompt, ScoreStatus
 
 DESCRIBE_S = 60.0
 """Time for a process to describe the user's code, imports included."""
@@ -22,8 +22,17 @@ _NUM_COROUTINES = 128
 ChatMessage = Mapping[str, Any]
 
 
+class InteractionFailed(Exception):
+    """Tools or environment have failed, through no fault of the model. The conversation ends without a score."""
+
+    def __init__(self, status: ScoreStatus, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+
+
 class Interaction(ABC):
-    """The other side of one conversation."""
+    """The other side of one conversation. Its methods raise `InteractionFailed`."""
 
     def __init__(self) -> None:
         self.outcome: Any = None

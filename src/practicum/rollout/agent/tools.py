@@ -11,8 +11,12 @@
     call ─▶ arguments checked ─▶ a process that can be killed ─▶ ToolReply, as text: a result, or what went wrong
 
 Models write calls in one of two formats, found in the text of a turn. Async functions run many at once in one process,
-others one at a time in several. A failure of a tool is a reply to the model in words, never an error of ours. Files of
-tools are imported in small processes only, never in the one that drives a model.
+others one at a time in several. Files of tools are imported in small processes only, never in the one that drives a
+model.
+
+A mistake of the model is a reply to it in words: a call that cannot be read, an unknown tool, wrong arguments, and a
+`ToolError` that the tool raises. A tool that raises anything else, hangs or crashes has failed: the conversation ends
+without a score, as if it could not be graded. It is not called again, since it may have had effects elsewhere.
 """
 
 from __future__ import annotations
@@ -30,17 +34,17 @@ from typing import Any, Literal
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 
-from practicum.errors import RolloutError
+from practicum.errors import RolloutError, ToolError
 from practicum.functions import load_named
 from practicum.processes import JobFailed, ProcessPool, Work
-from practicum.rollout.agent.interaction import DESCRIBE_S, ChatMessage, Interaction, UserCode
+from practicum.rollout.agent.interaction import DESCRIBE_S, ChatMessage, Interaction, InteractionFailed, UserCode
 
 _KEY = "rollout.agent.tools"
 _ARGS = re.compile(r"^\s*(?:Args|Arguments|Parameters):\s*$")
 _ARG = re.compile(r"^(?P<indent>\s+)\*{0,2}(?P<name>\w+)\s*(?:\([^)]*\))?:\s*(?P<text>.*)$")
 _SPHINX = re.compile(r"^\s*:param\s+(?:[^:]*\s)?(?P<name>\w+):\s*(?P<text>.*)$")
 
-ToolStatus = Literal["ok", "unknown", "malformed", "raised", "timeout", "lost"]
+ToolStatus = Literal["ok", "unknown", "malformed", "refused", "timeout", "infra_error"]
 Arguments = Mapping[str, Any] | tuple[str, ...]
 """Arguments by name, or in the order of the tool's parameters."""
 
@@ -77,9 +81,16 @@ def hermes(text: str) -> list[Call | BadCall]:
     return found
 
 
+def _loads(text: str) -> Any:
+    """Return what JSON says. Half a surrogate pair, which JSON can write and no text can hold, is a ValueError."""
+    value = json.loads(text)
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
 def _from_json(text: str) -> Call | BadCall:
     try:
-        fields = json.loads(text)
+        fields = _loads(text)
     except (ValueError, RecursionError) as error:
         return BadCall(f"the call is not valid JSON: {error}")
     if not isinstance(fields, dict) or not isinstance(fields.get("name"), str):
@@ -87,7 +98,7 @@ def _from_json(text: str) -> Call | BadCall:
     arguments = fields.get("arguments", {})
     if isinstance(arguments, str):  # some models write the arguments as JSON within JSON
         try:
-            arguments = json.loads(arguments)
+            arguments = _loads(arguments)
         except (ValueError, RecursionError) as error:
             return BadCall(f"the arguments are not valid JSON: {error}", fields["name"])
     if not isinstance(arguments, dict):
@@ -109,10 +120,10 @@ CALL_FORMATS: dict[str, CallFormat] = {"hermes": hermes, "plain": plain}
 
 @dataclass(frozen=True, slots=True)
 class ToolReply:
-    """The reply to one call, as the model reads it."""
+    """The reply to one call."""
 
     name: str | None
-    text: str
+    text: str  # as the model reads it; with the last two statuses why the tool failed
     status: ToolStatus = "ok"
 
 
@@ -224,7 +235,7 @@ def _without_titles(schema: Any) -> Any:
 def as_text(value: Any) -> str:
     """Return a tool's result as the model reads it."""
     if isinstance(value, str):
-        return value
+        return value.encode(errors="replace").decode()  # what is no valid Unicode, no tokenizer takes
     return pydantic_core.to_json(value, fallback=str, inf_nan_mode="constants").decode()
 
 
@@ -247,11 +258,17 @@ class ToolWork(Work):
         if job == ("describe",):
             return [tool.description for tool in self._tools]
         call = self._call(*job)
-        return ("malformed", call) if isinstance(call, str) else ("ok", as_text(call()))
+        try:
+            return ("malformed", call) if isinstance(call, str) else ("ok", as_text(call()))
+        except ToolError as error:
+            return "refused", as_text(str(error))
 
     async def _run_async(self, job: tuple[int, Arguments]) -> Any:
         call = self._call(*job)
-        return ("malformed", call) if isinstance(call, str) else ("ok", as_text(await call()))
+        try:
+            return ("malformed", call) if isinstance(call, str) else ("ok", as_text(await call()))
+        except ToolError as error:
+            return "refused", as_text(str(error))
 
     def _call(self, index: int, arguments: Arguments) -> Callable[[], Any] | str:
         """Return the function with its arguments, or what is wrong with them."""
@@ -312,11 +329,15 @@ class Tools(UserCode):
         try:
             pool = self._by_kind[self.tools[index].is_async]
             result = await pool.run((index, call.arguments), self._timeout_s)
+        except RecursionError:
+            return ToolReply(name, f"error: {name}: the arguments are nested too deeply", "malformed")
         except JobFailed as failure:
-            status: ToolStatus = "raised" if failure.kind == "crashed" else failure.kind
-            return ToolReply(name, f"error: {name} {failure.reason}", status)
+            why = f"{_KEY}={self._specs[index]}: {name} {failure.reason}"
+            if failure.kind == "raised":
+                why += ", which is no practicum.ToolError: raise that for a mistake of the model"
+            return ToolReply(name, why, "timeout" if failure.kind == "timeout" else "infra_error")
         status, text = result.value
-        return ToolReply(name, f"error: {name}: {text}" if status == "malformed" else text, status)
+        return ToolReply(name, text if status == "ok" else f"error: {name}: {text}", status)
 
 
 class _ToolInteraction(Interaction):
@@ -331,6 +352,9 @@ class _ToolInteraction(Interaction):
             return [] if calls else None
         replies = await asyncio.gather(*map(self._tools.call, calls))
         self.counts.update(reply.status for reply in replies)
+        for reply in replies:
+            if reply.status in ("timeout", "infra_error"):
+                raise InteractionFailed(reply.status, reply.text)
         return [{"role": "tool", "name": reply.name or "", "content": reply.text} for reply in replies]
 
 

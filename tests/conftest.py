@@ -29,6 +29,7 @@ SLOW_FILES = {
     "controller/test_three_nodes.py",
     "controller/test_typing.py",
     "controller/test_watchdog.py",
+    "loop/test_failing_agents.py",
     "loop/test_learners.py",
     "loop/test_lora_runs.py",
     "loop/test_pipeline.py",

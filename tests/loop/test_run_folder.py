@@ -5,8 +5,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from practicum.config import Config
@@ -114,12 +116,12 @@ def test_a_damaged_line_of_metrics_is_named(make_config: MakeConfig) -> None:
 
 def test_answers_and_validations_can_be_read(make_config: MakeConfig) -> None:
     folder = RunFolder(make_config())
-    group = graded_group(("4", Score(None, status="timeout")), ("5", Score(1.0)))
+    group = graded_group(("4", Score.failed("timeout", "late")), ("5", Score(1.0)))
     for trajectory in group.trajectories:
         trajectory.last.prompt = Prompt("p", text="?", answer="5")
-    folder.write_answers(3, group.trajectories)
+    folder.write_answers(3, group.trajectories, str)
     text = (folder.path / "answers" / "step-000003.txt").read_text()
-    assert "answer: 4\nexpected: 5\nscore: timeout" in text
+    assert "--- ?\nanswer: 4\nexpected: 5\nscore: timeout: late (stop, 3 tokens)" in text
     folder.write_validation(3, group.trajectories, right_above=0.5)
     assert [row["score"] for row in read_validation(folder.path, 3)] == [None, 1.0]
     assert [row["right"] for row in read_validation(folder.path, 3)] == [False, True]
@@ -127,6 +129,19 @@ def test_answers_and_validations_can_be_read(make_config: MakeConfig) -> None:
     assert [row["right"] for row in read_validation(folder.path, 3)] == [False, False]
     assert read_validation(folder.path, 4) == []
     folder.close()
+
+
+def test_conversations_are_written_down_with_all_their_turns(make_config: MakeConfig) -> None:
+    (trajectory,) = graded_group(("the end", Score(1.0)), answer=6).trajectories
+    trajectory.counts = {"turns": 2}
+    mask = np.array([True, True, False, False, True, True])
+    trajectory.samples[0] = replace(trajectory.last, loss_mask=mask, token_ids=np.arange(1, 7, dtype=np.int32))
+    folder = RunFolder(make_config())
+    folder.write_answers(1, [trajectory], lambda ids: " ".join(map(str, ids)))
+    folder.close()
+    text = (folder.path / "answers" / "step-000001.txt").read_text()
+    prompt = " ".join(map(str, trajectory.last.prompt_ids))
+    assert f"[prompt] {prompt}\n[model] 1 2\n[reply] 3 4\n[model] 5 6\nanswer: the end\n" in text
 
 
 # The best checkpoint

@@ -3,7 +3,7 @@
     config.yaml                     as resolved
     metrics.jsonl                   a line a step (step 0: before training)
     tensorboard/                    the same as events
-    answers/step-000010.txt         some sampled answers
+    answers/step-000010.txt         some sampled answers, conversations as a whole
     validation/step-000000.jsonl    some held-out questions with answers
     checkpoints/step-000050/        see train/checkpoint.py; state.json says where the run stood
     best.json                       which of them is the best, if trainer.keep_best asks for it
@@ -21,11 +21,13 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
+
+import numpy as np
 
 from practicum.config import Config
 from practicum.errors import CheckpointError, ConfigError
@@ -188,9 +190,11 @@ class RunFolder:
             gone = old.rename(old.with_name(f".{old.name}"))
             shutil.rmtree(gone)
 
-    def write_answers(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+    def write_answers(self, step: int, trajectories: Sequence[Trajectory], decode: Callable[[Any], str]) -> None:
+        """Write answers with their scores, and of conversations all that was said. `decode` makes text of tokens."""
         blocks = [
-            f"--- {question(one.last.prompt)}\nanswer: {one.last.text}\nexpected: {one.last.prompt.answer}\n"
+            f"--- {question(one.last.prompt)}\n{_turns(one, decode)}"
+            f"answer: {one.last.text}\nexpected: {one.last.prompt.answer}\n"
             f"score: {_shown(one.score)} ({one.last.finish_reason}, {len(one.last.token_ids)} tokens)\n"
             for one in trajectories
         ]
@@ -213,10 +217,24 @@ class RunFolder:
         write_durably(self.path / "validation" / f"step-{step:06d}.jsonl", lines)
 
 
+def _turns(trajectory: Trajectory, decode: Callable[[Any], str]) -> str:
+    """Return a conversation with all turns of the model and what was said between them; nothing for a plain answer."""
+    if not trajectory.counts:
+        return ""
+    lines = []
+    for sample in trajectory.samples:
+        lines.append(f"[prompt] {decode(sample.prompt_ids)}\n")
+        edges = np.flatnonzero(np.diff(sample.loss_mask)) + 1
+        for ids, mask in zip(np.split(sample.token_ids, edges), np.split(sample.loss_mask, edges), strict=True):
+            if len(ids):
+                lines.append(f"[{'model' if mask[0] else 'reply'}] {decode(ids)}\n")
+    return "".join(lines)
+
+
 def _shown(score: Score | None) -> str:
     if score is None:
         return "not graded"
-    return str(score.value) if score.status == "ok" else score.status
+    return str(score.value) if score.status == "ok" else f"{score.status}: {score.reason}"
 
 
 def checkpoint_name(step: int) -> str:

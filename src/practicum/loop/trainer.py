@@ -24,6 +24,7 @@ from practicum.errors import ConfigError, DataError, ModelError
 from practicum.loop.advantages import add_advantages, learnable, share_with_signal
 from practicum.loop.learners import Learners
 from practicum.loop.metrics import StepReport, Stopwatch, conversation_metrics, rollout_metrics, staleness_metrics
+from practicum.loop.notices import StepNotices, unseen
 from practicum.loop.pipeline import DeviceLease, EncodedPrompt, GroupBuffer, Pipeline, PromptSource, trajectories_of
 from practicum.loop.placement import check_rollout, open_learners, open_only_learners
 from practicum.loop.recordings import check_recordings, check_resumed, groups_of
@@ -55,8 +56,9 @@ class Trainer:
         self.config = config
         self._notify = notify
         self._notified_at_s = -_PROGRESS_EVERY_S
+        self._notices = StepNotices(config)
         self.rubric = check_reward(config.reward)
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = self._tokenizer = load_tokenizer(config.model.path)
         _check_models(config, load_config(config.model.path), tokenizer)
         self._tools = [tool.schema for tool in describe_tools(config.rollout.agent.tools)]
         check_recordings(config, tokenizer)
@@ -69,6 +71,8 @@ class Trainer:
             self._validation_prompts = self._read(config.data.validation, tokenizer)[: config.validation.max_prompts]
 
         self._name_unused_sources()
+        for text in unseen(config, tokenizer, [prompt for prompt, _ in self._train_prompts], self._tools, self.rubric):
+            notify(text)
         check_trackers(config)
         check_keep_best(config, [prompt.data_source for prompt, _ in self._validation_prompts])
         if checks_rollout:
@@ -132,9 +136,12 @@ class Trainer:
         self._buffer.published(number)
         if number % config.trainer.log_answers_every == 0 or number == 1:
             trajectories = trajectories_of(batch.groups)
-            self._folder.write_answers(number, trajectories[:: max(1, len(trajectories) // _SHOWN_ANSWERS)])
+            shown = trajectories[:: max(1, len(trajectories) // _SHOWN_ANSWERS)]
+            self._folder.write_answers(number, shown, self._tokenizer.decode)
         metrics = rollout_metrics(trajectories_of(batch.drawn)) | updated | batch.report.metrics()
         metrics |= {"reward/groups_with_signal": share_with_signal(learnt)}
+        for text in self._notices.of(number, metrics, batch.report):
+            self._notify(text)
         if config.trainer.staleness:
             metrics |= staleness_metrics(number, learnt)
         if config.algorithm.resampling_rounds:

@@ -6,7 +6,7 @@ PracticumError
 ├── ModelError         a model folder or hub name that cannot be loaded or trained
 ├── RewardError        a reward function that cannot be used, or too many samples that could not be graded
 ├── RolloutError       a request that an engine cannot answer, or an engine that cannot be used
-│   ├── ConversationError  a conversation that no engine could go on with
+│   ├── ConversationError  a conversation that no engine could continue
 │   └── WeightsGone        weights of a version that the trainer has learnt on from
 ├── ToolError          raised by tools, for what the model that called them did wrong
 ├── RouterError        a router that cannot be started, asked or told as written
@@ -54,7 +54,7 @@ class RolloutError(PracticumError, ValueError):
 
 
 class ConversationError(RolloutError):
-    """A conversation cannot go on, for a reason that is no engine's: no other engine would do better."""
+    """A conversation cannot continue, for a reason that is no engine's: no other engine would do better."""
 
 
 class ToolError(PracticumError, ValueError):

@@ -287,7 +287,7 @@ class Trajectory:
         return self.samples[-1]
 
     def add(self, sample: Sample) -> None:
-        """Append a finished sample, or the one that goes on with an aborted one."""
+        """Append a finished sample, or the one that continues an aborted one."""
         if self.samples and self.samples[-1].finish_reason == "abort":
             self.samples.pop()
         sample.id = self.id if not self.samples else f"{self.id}/{len(self.samples)}"

@@ -187,7 +187,7 @@ class EngineContract:
         assert came in ([[groups[1]], [groups[0]]], [[groups[0]], [groups[1]]])  # engines may batch by parameters
         assert [len(group.trajectories[0].last.token_ids) for group in groups] == [50, 1]
 
-    def test_an_aborted_answer_is_gone_on_with_as_if_it_had_not_been(self, engine: BaseRollout, tokenizer: Any) -> None:
+    def test_an_aborted_answer_is_continued_as_if_it_had_not_been(self, engine: BaseRollout, tokenizer: Any) -> None:
         params = SamplingParams(40, num_answers=2, ignore_eos=True)
 
         def groups() -> list[PromptGroup]:
@@ -219,7 +219,7 @@ class EngineContract:
         sequences = sequences_of(groups)
         for sequence in sequences:
             sequence.on_tokens = hear
-        samples = iter(run(engine.write(sequences)))
+        samples = iter(run(engine.collect_samples(sequences)))
         for group in groups:
             for trajectory in group.trajectories:
                 trajectory.add(next(samples))
@@ -229,7 +229,7 @@ class EngineContract:
             assert tokens_of(samples) == tokens_of(others)
             assert max(np.abs(a.log_probs - b.log_probs).max() for a, b in zip(samples, others, strict=True)) < CLOSE
 
-    def test_what_is_paused_for_somebody_else_goes_on_after_it(self, engine: BaseRollout, tokenizer: Any) -> None:
+    def test_what_is_aborted_for_somebody_else_is_continued_after_it(self, engine: BaseRollout, tokenizer: Any) -> None:
         params = SamplingParams(40, num_answers=2, ignore_eos=True)
 
         def groups() -> list[PromptGroup]:
@@ -239,7 +239,7 @@ class EngineContract:
             begun = asyncio.Event()
             sequences = sequences_of(groups())
             sequences[0].on_tokens = lambda tokens, log_probs: begun.set()
-            writing = asyncio.ensure_future(engine.write(sequences))
+            writing = asyncio.ensure_future(engine.collect_samples(sequences))
             await begun.wait()
             async with engine.exclusive(abort=True, timeout_s=60):
                 assert not writing.done() and engine.num_running == 0
@@ -271,10 +271,10 @@ class EngineContract:
         async def answered() -> list[Sample]:
             begun = asyncio.Event()
             stays.on_tokens = lambda tokens, log_probs: begun.set()
-            writing = asyncio.ensure_future(engine.write([doomed, stays]))
+            writing = asyncio.ensure_future(engine.collect_samples([doomed, stays]))
             await begun.wait()
             engine.abort([doomed])
-            return [*await engine.write([late]), *await writing]
+            return [*await engine.collect_samples([late]), *await writing]
 
         samples = run(answered())
         assert [sample.finish_reason for sample in samples] == ["length", "abort", "length"]

@@ -180,9 +180,11 @@ async def test_only_what_a_group_lacks_is_written() -> None:
 async def test_sequences_join_those_under_way_and_come_back_in_their_order() -> None:
     engine = FakeEngine()
     tokens: list[int] = []
-    first = asyncio.create_task(engine.write([sequence_of(5), sequence_of(2)]))
+    first = asyncio.create_task(engine.collect_samples([sequence_of(5), sequence_of(2)]))
     await engine.step(2)
-    second = asyncio.create_task(engine.write([sequence_of(3, on_tokens=lambda new, log_probs: tokens.extend(new))]))
+    second = asyncio.create_task(
+        engine.collect_samples([sequence_of(3, on_tokens=lambda new, log_probs: tokens.extend(new))])
+    )
     await settle()
     assert (engine.num_waiting, engine.num_running) == (1, 1) and not first.done()
     await engine.finish()
@@ -194,7 +196,7 @@ async def test_sequences_join_those_under_way_and_come_back_in_their_order() -> 
 async def test_bad_requests_are_refused_with_all_that_came_with_them() -> None:
     engine = FakeEngine()
     with pytest.raises(RolloutError, match="too long"):
-        await engine.write([sequence_of(), sequence_of(2000)])
+        await engine.collect_samples([sequence_of(), sequence_of(2000)])
     with pytest.raises(RolloutError, match="too long"):
         await collect(engine, [*groups_of(1), *groups_of(1, 2000)])
     assert not engine.batches
@@ -204,7 +206,7 @@ async def test_bad_requests_are_refused_with_all_that_came_with_them() -> None:
 async def test_aborted_sequences_come_back_with_what_there_is() -> None:
     engine = FakeEngine(max_batch=2)
     sequences = [sequence_of() for _ in range(3)]
-    task = asyncio.create_task(engine.write(sequences))
+    task = asyncio.create_task(engine.collect_samples(sequences))
     await engine.step(2)
     engine.abort(sequences[:1])
     await engine.step()
@@ -229,7 +231,7 @@ async def test_leaving_early_aborts_the_rest() -> None:
         await engine.step(1)
         assert await first == groups[:1]
     assert not engine.running and not engine.waiting and engine.num_waiting == 0
-    task = asyncio.create_task(engine.write([sequence_of()]))
+    task = asyncio.create_task(engine.collect_samples([sequence_of()]))
     await engine.step()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -245,7 +247,7 @@ async def test_leaving_ends_though_the_engine_does_not_let_go(
     monkeypatch.setattr(base, "_LET_GO_TIMEOUT_S", 0.01)
     engine = FakeEngine()
     end, engine.end = engine.end, lambda sequence: None  # type: ignore[method-assign]
-    task = asyncio.create_task(engine.write([sequence_of(), sequence_of()]))
+    task = asyncio.create_task(engine.collect_samples([sequence_of(), sequence_of()]))
     await engine.step()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -266,7 +268,7 @@ async def test_a_failure_comes_after_what_was_finished_and_fails_what_was_begun_
     stream = engine.generate(groups)
     first = asyncio.create_task(anext(stream))
     await settle()
-    other = asyncio.create_task(engine.write([sequence_of(2)]))
+    other = asyncio.create_task(engine.collect_samples([sequence_of(2)]))
     await settle()
     engine.running, engine.waiting = engine.waiting[:2], engine.waiting[2:]
     engine.running[0].push(0, -1.0)
@@ -300,10 +302,10 @@ async def test_weights_wait_for_what_is_under_way_and_hold_up_what_is_new() -> N
 @on_loop
 async def test_a_conversation_under_way_may_write_while_weights_wait() -> None:
     engine = FakeEngine()
-    async with engine.writing():
+    async with engine.generating():
         updating = asyncio.create_task(new_weights(engine, 7))
         await settle()
-        task = asyncio.create_task(engine.write([sequence_of(2)]))
+        task = asyncio.create_task(engine.collect_samples([sequence_of(2)]))
         await engine.finish()
         assert (await task)[0].versions.tolist() == [0, 0]
         assert not updating.done()
@@ -312,14 +314,14 @@ async def test_a_conversation_under_way_may_write_while_weights_wait() -> None:
 
 
 @on_loop
-async def test_aborted_for_weights_sequences_go_on_under_them() -> None:
+async def test_aborted_for_weights_sequences_are_continued_under_them() -> None:
     engine = FakeEngine()
     tokens: list[int] = []
     groups = groups_of(6, 4)  # of which four fit
     writing = asyncio.create_task(collect(engine, groups))
-    async with engine.writing():
+    async with engine.generating():
         heard = sequence_of(4, on_tokens=lambda new, _: tokens.extend(new))
-        conversation = asyncio.create_task(engine.write([heard]))
+        conversation = asyncio.create_task(engine.collect_samples([heard]))
         await engine.step(2)
         await new_weights(engine, 7, abort=True)
         await settle()
@@ -333,10 +335,10 @@ async def test_aborted_for_weights_sequences_go_on_under_them() -> None:
 
 
 @on_loop
-async def test_what_is_aborted_during_a_pause_is_not_gone_on_with() -> None:
+async def test_what_is_aborted_during_a_pause_is_not_continued() -> None:
     engine = FakeEngine()
     stays, goes = sequence_of(4), sequence_of(4)
-    task = asyncio.create_task(engine.write([stays, goes]))
+    task = asyncio.create_task(engine.collect_samples([stays, goes]))
     await engine.step(2)
     async with engine.exclusive(abort=True):
         engine.abort([goes])
@@ -344,7 +346,7 @@ async def test_what_is_aborted_during_a_pause_is_not_gone_on_with() -> None:
     await engine.finish()
     samples: list[Sample] = await task
     assert [(len(sample.token_ids), sample.finish_reason) for sample in samples] == [(4, "length"), (2, "abort")]
-    gone = asyncio.create_task(engine.write([sequence_of(4)]))
+    gone = asyncio.create_task(engine.collect_samples([sequence_of(4)]))
     await engine.step(2)
     async with engine.exclusive(abort=True):
         gone.cancel()
@@ -369,10 +371,30 @@ async def test_exclusive_blocks_keep_their_order_and_have_a_deadline() -> None:
     with pytest.raises(TimeoutError, match="mine"):
         async with engine.exclusive():
             raise TimeoutError("mine")
-    task = asyncio.create_task(engine.write([sequence_of(3)]))
+    task = asyncio.create_task(engine.collect_samples([sequence_of(3)]))
     await engine.step()
-    with pytest.raises(TimeoutError, match=r"not free within 0\.01 s"):
+    with pytest.raises(TimeoutError, match=r"not free within 0\.01 s: 1 answers are not finished, to prompt p$"):
         async with engine.exclusive(timeout_s=0.01):
             pytest.fail("something is under way")
     await engine.finish()
     assert len((await task)[0].token_ids) == 3
+
+
+@on_loop
+async def test_who_waits_for_the_engine_has_a_deadline_and_is_told_who_has_it() -> None:
+    engine = FakeEngine()
+    engine.wait_timeout_s = 0.01
+    late = r"not free within 0\.01 s: it is taken for new weights$"
+    async with engine.exclusive("new weights"):
+        for waiting in (collect(engine, groups_of(1)), new_weights(engine, 1)):
+            with pytest.raises(TimeoutError, match=late):
+                await waiting
+    async with engine.generating():
+        with pytest.raises(TimeoutError, match="1 calls are generating"):
+            await new_weights(engine, 1)
+    begun = asyncio.create_task(collect(engine, groups_of(1)))
+    await engine.step()
+    async with engine.exclusive("new weights", abort=True):
+        with pytest.raises(TimeoutError, match=late):
+            await begun
+    assert not engine.running and not engine.waiting and engine.num_waiting == 0

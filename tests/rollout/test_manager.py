@@ -337,7 +337,7 @@ def test_what_no_replica_could_do_better_is_raised_to_its_call_alone(error: Exce
     asyncio.run(run())
 
 
-def test_an_aborted_answer_is_gone_on_with() -> None:
+def test_an_aborted_answer_is_continued() -> None:
     own, groups = ScriptedReplica(0, aborts=True), groups_of(3, num_answers=2)
     write(groups, own)
     assert all(t.samples[-1].finish_reason == "abort" or t.is_finished for g in own.given[3:] for t in g.trajectories)

@@ -215,7 +215,7 @@ def test_weights_that_did_not_arrive_right_are_noticed(
 
 @pytest.mark.parametrize("partial", [False, True])
 @on_the_loop
-async def test_answers_go_on_under_new_weights_with_partial_rollout_alone(
+async def test_answers_are_continued_under_new_weights_with_partial_rollout_alone(
     weights: ModelWeights, tiny_model: Path, partial: bool
 ) -> None:
     async with in_process(weights, tiny_model, partial=partial) as manager:

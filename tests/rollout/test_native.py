@@ -161,7 +161,7 @@ def test_memory_bounds_the_rows_and_what_can_be_asked(tiny_model: Path) -> None:
     assert engine.model.num_blocks == 4
     small = NativeRollout(str(tiny_model), **CPU, max_batch=64, cache_gb=1e-9 * 40 * bytes_per_token)
     with pytest.raises(RolloutError, match=r"prompt 0 .*GB of keys and values, more than rollout\.cache_gb"):
-        run(small.write(sequences_of(odd_groups(SamplingParams(16)))))
+        run(small.collect_samples(sequences_of(odd_groups(SamplingParams(16)))))
 
 
 def test_where_blocks_run_out_the_youngest_are_read_again_and_write_the_same(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_it_leaves_nothing_behind_when_it_goes(tiny_model: Path) -> None:
     assert cache() is None
 
 
-def test_an_answer_that_is_gone_on_with_keeps_the_routes_it_was_written_with(tmp_path: Path) -> None:
+def test_an_answer_that_is_continued_keeps_the_routes_it_was_written_with(tmp_path: Path) -> None:
     folder = str(save_family("qwen3_moe", tmp_path))
     engine = NativeRollout(folder, **CPU, max_batch=4, keep_routes=True)
     run(engine.resume())
@@ -272,7 +272,7 @@ def test_a_failure_is_of_those_that_were_begun_and_the_others_are_written(tiny_m
     engine.model.module.register_forward_hook(fail)
 
     async def answered() -> list[Any]:
-        writing = [engine.write(sequences_of([group])) for group in odd_groups(params)]
+        writing = [engine.collect_samples(sequences_of([group])) for group in odd_groups(params)]
         return await asyncio.gather(*writing, return_exceptions=True)
 
     found = run(answered())
@@ -288,7 +288,7 @@ def test_what_waits_is_aborted_untouched(tiny_model: Path) -> None:
     run(engine.resume())
     sequences = sequences_of(odd_groups(SamplingParams(30, num_answers=2, ignore_eos=True))[:2])
     sequences[0].on_tokens = lambda tokens, log_probs: engine.abort()
-    samples = run(engine.write(sequences))
+    samples = run(engine.collect_samples(sequences))
     assert {sample.finish_reason for sample in samples} == {"abort"}
     assert sorted(len(sample.token_ids) for sample in samples)[:3] == [0, 0, 0]
 
@@ -302,7 +302,7 @@ def test_closing_fails_what_is_under_way_and_nothing_is_begun_after_it(tiny_mode
         sequences = sequences_of(odd_groups(SamplingParams(50, ignore_eos=True))[:2])
         sequences[0].on_tokens = lambda tokens, log_probs: begun.set()
         writing = asyncio.ensure_future(
-            asyncio.gather(*(engine.write([one]) for one in sequences), return_exceptions=True)
+            asyncio.gather(*(engine.collect_samples([one]) for one in sequences), return_exceptions=True)
         )
         await begun.wait()
         await engine.close()

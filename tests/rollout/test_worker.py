@@ -94,7 +94,7 @@ async def test_an_aborted_answer_leaves_only_if_it_can_be_continued(
 
 @in_a_loop
 async def test_the_engine_that_is_not_free_is_named_before_the_call_is_too_late(tiny_model: Path) -> None:
-    async with worker_of(tiny_model, timeout_s=2.0) as worker, worker._engine.writing():
+    async with worker_of(tiny_model, timeout_s=2.0) as worker, worker._engine.generating():
         with pytest.raises(TimeoutError, match="the engine was not free within"):
             async with asyncio.timeout(2.0):
                 await worker.update_weights(1)

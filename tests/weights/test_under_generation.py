@@ -53,9 +53,9 @@ class Crowd:
                 PARAMS,
                 seed,
             )
-            async with self._engine.writing():
+            async with self._engine.generating():
                 sequences = [Sequence.of(group, own, self._on_tokens) for own in group.trajectories]
-                self.samples += await self._engine.write(sequences)
+                self.samples += await self._engine.collect_samples(sequences)
 
     def _on_tokens(self, tokens: list[int], log_probs: list[float]) -> None:
         self._in_the_midst.set()
@@ -118,7 +118,7 @@ def test_no_answer_mixes_versions(channel: str, tiny_model: Path, weights: Path,
 
 
 @pytest.mark.parametrize("channel", REMOTE)
-def test_partial_answers_go_on_with_the_new_version(
+def test_partial_answers_continue_with_the_new_version(
     channel: str, tiny_model: Path, weights: Path, tmp_path: Path
 ) -> None:
     samples = asyncio.run(written(channel, is_partial=True, model=tiny_model, weights=weights, folder=tmp_path))

@@ -1,8 +1,8 @@
-"""What every engine does: write answers, take new weights, give its memory back and have it again.
+"""What every engine does: generate answers, take new weights, give its memory back and have it again.
 
-    write, generate ─▶ submit: to the engine, all at once ─▶ sequence.done, as each ends ─▶ samples, finished groups
-    writing()    held while answers are written: by one call, one conversation, one request to a server
-    exclusive()  nobody writes in the block: what is under way is finished first, or aborted and gone on with after it
+    generate, collect_samples ─▶ stream_samples ─▶ submit: all at once ─▶ sequence.done, as each ends ─▶ samples, groups
+    generating()  held while answers are generated: by one call, one conversation, one request to a server
+    exclusive()   nothing is generated in the block: what is under way is finished first, or aborted and continued after
 
 Contract, tested for every engine by tests/rollout/contract.py:
 - Token in, token out. The answers to a prompt depend on the prompt, its sampling parameters, seed, the answer's number
@@ -12,7 +12,7 @@ Contract, tested for every engine by tests/rollout/contract.py:
   temperature 0 the largest logit wins and log-probs are those of temperature 1.
 - An answer ends with `stop` after an end-of-text token, one of `stop_token_ids`, or the token that completes one of the
   texts in `stop`, all of which stay in it; with `length` after `max_new_tokens`; with `abort` where it was aborted. One
-  that goes on with an aborted sample ends as if it had never been aborted.
+  that continues an aborted sample ends as if it had never been aborted.
 - `release` gives memory back; after `resume` the engine writes as before. All else needs a resumed engine.
 - After `update_weights` every new token carries the new version. Like `release` it is called within `exclusive()`.
 - Bad requests (too long for the model, say) raise `RolloutError` before anything is written.
@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from collections.abc import Sequence as Items
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +40,8 @@ from practicum.rollout.engine.sequence import Request, Sequence
 from practicum.types import PromptGroup, Sample, Trajectory
 from practicum.weights import WeightUpdate
 
-EXCLUSIVE_TIMEOUT_S = 1800.0
 _LET_GO_TIMEOUT_S = 60.0
+_MOST_NAMED = 5  # prompts in a message
 
 log = logging.getLogger("practicum.rollout")
 
@@ -50,11 +51,13 @@ class BaseRollout(ABC):
     """The tokens that end a text."""
     takes_adapters: bool = False
     """Whether `update_weights` takes adapters that come alone, where it was made with them; or weights only."""
+    wait_timeout_s: float = 1800.0
+    """The deadline of waits for the engine to be free."""
 
     def __init__(self) -> None:
         self._open: dict[Sequence, None] = {}  # to be written, in the order of their coming
         self._under_way: dict[Sequence, None] = {}  # those that the engine has
-        self._num_writing = 0
+        self._num_generating = 0
         self._turns: deque[_Turn] = deque()  # of those who want the engine exclusively
         self._watchers: list[asyncio.Future[None]] = []
 
@@ -104,18 +107,18 @@ class BaseRollout(ABC):
 
     # What all share
 
-    async def write(self, sequences: Items[Sequence]) -> list[Sample]:
+    async def collect_samples(self, sequences: Items[Sequence]) -> list[Sample]:
         """Return the samples of all sequences, in their order. Cancelling it aborts them."""
         for sequence in sequences:
             self.check(sequence)
         samples: dict[Sequence, Sample] = {}
-        async with aclosing(self.written(sequences)) as batches:
+        async with aclosing(self.stream_samples(sequences)) as batches:
             async for some in batches:
                 samples.update(some)
         return [samples[sequence] for sequence in sequences]
 
     async def generate(self, groups: Items[PromptGroup]) -> AsyncGenerator[list[PromptGroup], None]:
-        """Write the trajectories that the groups lack; yield groups as they are finished. Leaving early aborts the
+        """Generate the trajectories that the groups lack; yield groups as they are finished. Leaving early aborts the
         rest. A group of which something was aborted comes too, with what there is."""
         for group in groups:
             self.check(group)
@@ -130,7 +133,7 @@ class BaseRollout(ABC):
             num_open[group] += 1
         if finished := [group for group, num in num_open.items() if not num]:
             yield finished
-        async with self.writing(), aclosing(self.written(list(owners))) as batches:
+        async with self.generating(), aclosing(self.stream_samples(list(owners))) as batches:
             async for some in batches:
                 finished = []
                 for sequence, sample in some:
@@ -143,7 +146,7 @@ class BaseRollout(ABC):
                     yield finished
 
     def generate_all(self, groups: Items[PromptGroup]) -> list[PromptGroup]:
-        """Write all groups and return them in their order, for callers without an event loop."""
+        """Generate all groups and return them in their order, for callers without an event loop."""
 
         async def generated() -> None:
             async for _ in self.generate(groups):
@@ -162,52 +165,53 @@ class BaseRollout(ABC):
         self._notify()
 
     @asynccontextmanager
-    async def writing(self) -> AsyncIterator[None]:
+    async def generating(self) -> AsyncIterator[None]:
         """Keep those who want the engine exclusively waiting until the end of the block; wait for them to begin it.
 
         It is not entered twice by one task.
         """
-        await self._until(lambda: not self._turns)
-        self._num_writing += 1
+        async with self._in_time():
+            await self._until(lambda: not self._turns)
+        self._num_generating += 1
         try:
             yield
         finally:
-            self._num_writing -= 1
+            self._num_generating -= 1
             self._notify()
 
     @asynccontextmanager
-    async def exclusive(self, *, abort: bool = False, timeout_s: float = EXCLUSIVE_TIMEOUT_S) -> AsyncIterator[None]:
-        """Keep everybody from writing in the block, which begins when nothing is under way.
+    async def exclusive(
+        self, purpose: str = "another call", *, abort: bool = False, timeout_s: float | None = None
+    ) -> AsyncIterator[None]:
+        """Keep everybody from generating in the block, which begins when nothing is under way.
 
-        New `writing()` blocks wait; those under way are finished first. With `abort` sequences are aborted instead, and
-        `write` goes on with them after the block (partial rollout). The order of several such calls is kept.
+        New `generating()` blocks wait; those under way are finished first. With `abort` sequences are aborted instead,
+        and continued after the block (partial rollout). The order of several such calls is kept. `purpose` is named to
+        those who wait for it in vain.
         """
-        turn = _Turn()
+        turn = _Turn(purpose)
         self._turns.append(turn)
         try:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._until(lambda: self._turns[0] is turn)
-                    if abort:
-                        turn.holds_sequences = True
-                        for sequence in self._under_way:
-                            sequence.is_paused = True
-                        if self._under_way:
-                            self.abort_submitted(list(self._under_way))
-                    await self._until(lambda: not self._under_way and (abort or not self._num_writing))
-            except TimeoutError:
-                raise TimeoutError(f"the engine was not free within {timeout_s:g} s") from None
+            async with self._in_time(timeout_s, turn):
+                await self._until(lambda: self._turns[0] is turn)
+                if abort:
+                    turn.holds_sequences = True
+                    for sequence in self._under_way:
+                        sequence.is_paused = True
+                    if self._under_way:
+                        self.abort_submitted(list(self._under_way))
+                await self._until(lambda: not self._under_way and (abort or not self._num_generating))
             turn.holds_sequences = True
             yield
         finally:
             self._turns.remove(turn)
             self._notify()
 
-    async def written(self, sequences: Items[Sequence]) -> AsyncGenerator[list[tuple[Sequence, Sample]], None]:
+    async def stream_samples(self, sequences: Items[Sequence]) -> AsyncGenerator[list[tuple[Sequence, Sample]], None]:
         """Submit sequences that have been checked, all at once; yield them with their samples as they end.
 
-        What a pause aborted is submitted again after it. Those that are left when it is closed are aborted, and let go
-        of by the engine. Where the engine fails, what has ended before is yielded first.
+        What `exclusive` aborted is submitted again after it. Those that are left when it is closed are aborted, and let
+        go of by the engine. Where the engine fails, what has ended before is yielded first.
         """
         came: list[Sequence] = []
         arrived = asyncio.Event()
@@ -223,14 +227,15 @@ class BaseRollout(ABC):
         held = list(sequences)  # not submitted
         order = {sequence: number for number, sequence in enumerate(sequences)}
 
-        def may_go_on() -> bool:
+        def may_submit() -> bool:
             return not self._holds_sequences or any(one.is_aborted for one in held)
 
         self._open.update(dict.fromkeys(held))
         try:
             while any(sequence in self._open for sequence in sequences):
                 if held:
-                    await self._until(may_go_on)
+                    async with self._in_time():
+                        await self._until(may_submit)
                     if aborted := [one for one in held if one.is_aborted]:
                         held = [one for one in held if not one.is_aborted]
                         for one in aborted:
@@ -244,7 +249,7 @@ class BaseRollout(ABC):
                     self.submit(held)
                     self._under_way.update(dict.fromkeys(held))
                     held = []
-                await arrived.wait()
+                await arrived.wait()  # its deadline is the caller's: `silence_s` of the manager, a client's patience
                 arrived.clear()
                 ended = []
                 failure: BaseException | None = None
@@ -280,6 +285,25 @@ class BaseRollout(ABC):
     def _holds_sequences(self) -> bool:
         return bool(self._turns) and self._turns[0].holds_sequences
 
+    @asynccontextmanager
+    async def _in_time(self, timeout_s: float | None = None, own: _Turn | None = None) -> AsyncIterator[None]:
+        """Raise `TimeoutError` with what keeps the engine busy where the wait in the block takes too long."""
+        timeout_s = self.wait_timeout_s if timeout_s is None else timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield
+        except TimeoutError:
+            busy = []
+            if self._turns[0] is not own:
+                busy.append(f"it is taken for {self._turns[0].purpose}")
+            elif self._num_generating:
+                busy.append(f"{self._num_generating} calls are generating")
+            if self._under_way:
+                prompts = list({sequence.prompt.id: None for sequence in self._under_way})
+                named = ", ".join([*prompts[:_MOST_NAMED], *(["..."] if prompts[_MOST_NAMED:] else [])])
+                busy.append(f"{len(self._under_way)} answers are not finished, to prompt {named}")
+            raise TimeoutError(f"the engine was not free within {timeout_s:g} s: {'; '.join(busy)}") from None
+
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -293,7 +317,9 @@ class BaseRollout(ABC):
                 watcher.set_result(None)
 
 
+@dataclass(slots=True, eq=False)
 class _Turn:
     """The turn of a caller who wants the engine exclusively."""
 
-    holds_sequences = False
+    purpose: str
+    holds_sequences: bool = False

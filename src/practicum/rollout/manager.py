@@ -170,6 +170,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         self._num_tries: Counter[int] = Counter()
         self._restarts: dict[int, asyncio.Task[None]] = {}
         self._late: set[int] = set()  # started again when the trainer had learnt on: they wait for the next weights
+        # Whoever holds a lock makes calls to workers, which have deadlines: those who wait for it need none.
         self._lifecycle = asyncio.Lock()  # waking, new weights and falling asleep come one after another
         self._giving = asyncio.Lock()  # weights are given by one at a time
 
@@ -197,6 +198,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
             call = self._begin([group for group in groups if not group.is_finished], priority)
             try:
                 while call.num_open or call.finished:
+                    # Bounded: a worker with work has `silence_s`, restarts and new weights have deadlines of their own.
                     await call.changed.wait()
                     call.changed.clear()
                     finished, call.finished = call.finished, []

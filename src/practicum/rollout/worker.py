@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -63,6 +63,7 @@ class RolloutWorker(Worker):
         if threads is not None:
             torch.set_num_threads(threads)
         self._engine = make_engine(settings)
+        self._engine.wait_timeout_s = timeout_s
         self._merger: AdapterMerger | None = None
         if settings.adapters is not None and not self._engine.takes_adapters:
             device, dtype = resolve_device(settings.device), DTYPES[settings.dtype]
@@ -104,26 +105,26 @@ class RolloutWorker(Worker):
         """Take the weights that the ticket is for; without one those of the sibling, as they are now, for which all
         ranks must be called. Answers under way are finished first, or aborted and continued. It is awake after.
         """
-        async with self._engine.exclusive(abort=self._is_partial, timeout_s=self._exclusive_s):
+        async with self._exclusive(f"weights of version {version}"):
             await self._wake()
             await self._engine.update_weights(await self.on_device(self._take_weights, version, ticket))
 
     async def resume(self) -> None:
         """Wake the engine up. Does nothing while it is awake."""
         if not self._is_awake:
-            async with self._engine.exclusive(abort=self._is_partial, timeout_s=self._exclusive_s):
+            async with self._exclusive("waking up"):
                 await self._wake()
 
     async def release(self) -> None:
         """Put the engine to sleep. Does nothing while it is asleep."""
-        async with self._engine.exclusive(abort=self._is_partial, timeout_s=self._exclusive_s):
+        async with self._exclusive("falling asleep"):
             if self._is_awake:
                 await self._engine.release()
                 self._is_awake = False
 
     async def log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         """Return the log-probs of each token but the first, by this engine with its weights, at temperature 1."""
-        async with self._engine.exclusive(abort=self._is_partial, timeout_s=self._exclusive_s):
+        async with self._exclusive("log-probs"):
             return await self._engine.log_probs(sequences)
 
     async def where(self) -> Place:
@@ -133,6 +134,9 @@ class RolloutWorker(Worker):
         if self._conversations is not None:
             await self._conversations.close()
         await self._engine.close()
+
+    def _exclusive(self, purpose: str) -> AbstractAsyncContextManager[None]:
+        return self._engine.exclusive(purpose, abort=self._is_partial, timeout_s=self._exclusive_s)
 
     async def _wake(self) -> None:
         if not self._has_started and self._conversations is not None:

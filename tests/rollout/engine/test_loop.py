@@ -97,7 +97,7 @@ def with_engine(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[...,
         await engine.resume()
         async with asyncio.timeout(10):
             await test(engine, engine.model, *args, **kwargs)
-            assert len((await engine.write([sequence_of(3)]))[0].token_ids) == 3
+            assert len((await engine.collect_samples([sequence_of(3)]))[0].token_ids) == 3
             await engine.close()
 
     @wraps(test)
@@ -117,7 +117,7 @@ async def begin(engine: NativeRollout, *lengths: int) -> list[asyncio.Task[list[
     has_begun = asyncio.Event()
     sequences = [sequence_of(length) for length in lengths]
     sequences[min(len(lengths), 2) - 1].on_tokens = lambda tokens, log_probs: has_begun.set()
-    tasks = [asyncio.create_task(engine.write([sequence])) for sequence in sequences]
+    tasks = [asyncio.create_task(engine.collect_samples([sequence])) for sequence in sequences]
     await has_begun.wait()
     return tasks
 
@@ -156,7 +156,7 @@ async def test_a_caller_that_goes_away_ends_though_its_abort_fails(engine: Nativ
 async def test_an_answer_of_which_no_sample_can_be_made_fails(engine: NativeRollout, runner: FakeRunner) -> None:
     runner.tokenizer.fails = True
     with pytest.raises(ValueError, match="no such token"):
-        await engine.write([sequence_of(2)])
+        await engine.collect_samples([sequence_of(2)])
     tasks = await begin(engine, LONG, LONG)
     runner.tokenizer.fails = True
     engine.abort()
@@ -186,7 +186,7 @@ async def test_an_answer_whose_caller_cannot_take_its_tokens_is_written_no_furth
 
     for length in (LONG, 1):
         calls.clear()
-        task = asyncio.create_task(engine.write([sequence_of(length, on_tokens=refuse)]))
+        task = asyncio.create_task(engine.collect_samples([sequence_of(length, on_tokens=refuse)]))
         await asyncio.sleep(0)
         await new_weights(engine, abort=False)
         with pytest.raises(KeyError, match="mine"):

@@ -72,7 +72,7 @@ def test_prompts_are_read_together_up_to_a_number_of_tokens() -> None:
     assert sizes(own.admit()) == [1]  # one that is too long is read by itself
 
 
-def test_equal_prompts_are_read_once_and_answers_gone_on_with_by_themselves() -> None:
+def test_equal_prompts_are_read_once_and_answers_continued_by_themselves() -> None:
     own = scheduler(40)
     first, second = answers(3), answers(3)
     second[0].prompt_ids = first[0].prompt_ids.copy()

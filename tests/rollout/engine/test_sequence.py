@@ -105,7 +105,7 @@ def test_routes_are_of_all_tokens_but_the_last_and_those_it_was_written_with_sta
     assert whole.known.tolist() == [True] * 5 + [False]
 
 
-def test_it_goes_on_with_the_aborted_sample_of_its_trajectory(tokenizer: Any) -> None:
+def test_it_continues_the_aborted_sample_of_its_trajectory(tokenizer: Any) -> None:
     params = SamplingParams(9, num_answers=2)
     group = PromptGroup("g", Prompt("q", text="?"), np.array([5, 6, 7], np.int32), params, 3, session="s")
     new = Sequence.of(group, group.trajectories[1])
@@ -117,7 +117,7 @@ def test_it_goes_on_with_the_aborted_sample_of_its_trajectory(tokenizer: Any) ->
     assert not again.shares_prompt(Sequence.of(group, group.trajectories[0]))
 
 
-def test_random_numbers_depend_on_seed_and_number_alone_and_go_on_where_it_was_aborted(tokenizer: Any) -> None:
+def test_random_numbers_depend_on_seed_and_number_alone_and_continue_where_it_was_aborted(tokenizer: Any) -> None:
     numbers = [uniforms(seed, number, 5).tolist() for seed, number in ((1, 0), (1, 1), (2, 0))]
     assert len({value for own in numbers for value in own}) == 15
     assert uniforms(1, 0, 3).tolist() == numbers[0][:3]

@@ -86,7 +86,7 @@ def test_answers_come_with_their_tokens_log_probs_and_reasons(start: Any, tokeni
         # Whoever asks for some of the answers only gets the same ones, in whatever groups.
         group = groups()[0]
         rest = [Sequence.of(group, trajectory) for trajectory in group.trajectories[2:]]
-        assert tokens(run(engine.write(rest))) == tokens(samples[2:4])
+        assert tokens(run(engine.collect_samples(rest))) == tokens(samples[2:4])
 
 
 def test_answers_that_are_asked_for_one_by_one_share_a_request(start: Any) -> None:
@@ -95,7 +95,7 @@ def test_answers_that_are_asked_for_one_by_one_share_a_request(start: Any) -> No
         whole = ask(SamplingParams(8, num_answers=3))
         expected = tokens(written(engine, whole))
         parts = [Sequence(whole.prompt, whole.prompt_ids, SamplingParams(8), whole.seed, number) for number in range(3)]
-        assert tokens(run(engine.write(parts))) == expected
+        assert tokens(run(engine.collect_samples(parts))) == expected
         assert [body["n"] for body in server.requests] == [3, 3]
 
 
@@ -149,7 +149,7 @@ def test_tokens_are_streamed_as_they_come(start: Any) -> None:
             return on_tokens
 
         sequences += [Sequence.of(group, trajectory, listener(n)) for n, trajectory in enumerate(group.trajectories)]
-        samples = run(engine.write(sequences))
+        samples = run(engine.collect_samples(sequences))
         assert heard == {number: sample.token_ids.tolist() for number, sample in enumerate(samples)}
         assert early.count(True) > 2
 
@@ -189,7 +189,7 @@ def test_a_continued_answer_does_not_repeat_its_random_numbers(start: Any) -> No
             group = ask(params)
             part = replace(sample, **arrays, finish_reason="abort")
             written_part = Sequence(group.prompt, group.prompt_ids, params, group.seed, number, written=part)
-            run(engine.write([written_part]))
+            run(engine.collect_samples([written_part]))
         seeds = [body["seed"] for body in server.requests]
         assert len({seeds[0], seeds[0] + 1, *seeds[1:]}) == 4
 
@@ -200,9 +200,9 @@ def test_one_answer_is_aborted_and_others_join_while_it_is_written(start: Any) -
 
         async def both() -> list[list[Sample]]:
             lazy = sequence(params)
-            asking = asyncio.create_task(engine.write([lazy]))
+            asking = asyncio.create_task(engine.collect_samples([lazy]))
             await asyncio.sleep(0.3)
-            late = asyncio.create_task(engine.write([sequence(replace(params, max_new_tokens=3))]))
+            late = asyncio.create_task(engine.collect_samples([sequence(replace(params, max_new_tokens=3))]))
             await asyncio.sleep(0.3)
             engine.abort([lazy])
             return [await asking, await late]
@@ -221,7 +221,7 @@ def test_one_of_several_answers_to_a_prompt_is_aborted(start: Any) -> None:
         async def work() -> list[Sample]:
             sequences = [Sequence.of(group, trajectory) for trajectory in group.trajectories]
             sequences[1].on_tokens = lambda ids, log_probs: engine.abort([sequences[1]])
-            return await engine.write(sequences)
+            return await engine.collect_samples(sequences)
 
         samples = run(work())
         assert [sample.finish_reason for sample in samples] == ["length", "abort", "length"]
@@ -234,7 +234,9 @@ def test_what_waits_when_all_is_aborted_comes_untouched(start: Any) -> None:
 
         async def work() -> list[Sample]:
             asyncio.get_running_loop().call_later(0.3, engine.abort)
-            return await engine.write([sequence(SamplingParams(50, ignore_eos=True), seed=i) for i in range(3)])
+            return await engine.collect_samples(
+                [sequence(SamplingParams(50, ignore_eos=True), seed=i) for i in range(3)]
+            )
 
         samples = run(work())
         assert [len(s.token_ids) > 0 for s in samples] == [True, False, False]
@@ -251,7 +253,7 @@ def test_no_more_are_asked_for_at_a_time_than_may_be(start: Any) -> None:
             most = max(most, engine.num_running)
             assert engine.num_running + engine.num_waiting <= 6
 
-        run(engine.write([sequence(SamplingParams(4, ignore_eos=True), i, on_tokens) for i in range(6)]))
+        run(engine.collect_samples([sequence(SamplingParams(4, ignore_eos=True), i, on_tokens) for i in range(6)]))
         assert most == 2 and engine.num_running == engine.num_waiting == 0
 
 
@@ -273,7 +275,7 @@ def test_what_was_streamed_is_not_written_again(start: Any) -> None:
     with start(server) as engine:
         server.faults = ["break"]
         with pytest.raises(RolloutError, match=r"broke the connection|in the middle"):
-            run(engine.write([sequence(SamplingParams(12, ignore_eos=True), on_tokens=lambda *_: None)]))
+            run(engine.collect_samples([sequence(SamplingParams(12, ignore_eos=True), on_tokens=lambda *_: None)]))
         assert len(server.requests) == 1
 
 
@@ -285,7 +287,7 @@ def test_a_listener_that_fails_ends_its_answer_and_no_other(start: Any) -> None:
 
         async def work() -> list[Any]:
             writes = [
-                engine.write([sequence(SamplingParams(4, ignore_eos=True), i, own)])
+                engine.collect_samples([sequence(SamplingParams(4, ignore_eos=True), i, own)])
                 for i, own in ((0, fails), (1, None))
             ]
             return await asyncio.gather(*writes, return_exceptions=True)
@@ -322,7 +324,7 @@ def test_a_failure_leaves_what_is_under_way_beside_it_and_what_comes_after_it(st
         async def work() -> list[Any]:
             params = SamplingParams(20, ignore_eos=True)
             return await asyncio.gather(
-                *(engine.write([sequence(params, seed)]) for seed in range(3)), return_exceptions=True
+                *(engine.collect_samples([sequence(params, seed)]) for seed in range(3)), return_exceptions=True
             )
 
         found = run(work())
@@ -355,7 +357,7 @@ def test_closing_fails_what_is_under_way(start: Any) -> None:
     with start(FakeServer(delay_s=0.05)) as engine:
 
         async def work() -> None:
-            asking = asyncio.create_task(engine.write([sequence(SamplingParams(60, ignore_eos=True))]))
+            asking = asyncio.create_task(engine.collect_samples([sequence(SamplingParams(60, ignore_eos=True))]))
             await asyncio.sleep(0.2)
             await engine.close()
             with pytest.raises(RolloutError, match="has been closed"):

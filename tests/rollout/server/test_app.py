@@ -252,7 +252,17 @@ def test_sleeping_has_a_deadline() -> None:
         assert fake.begun.acquire(timeout=WAIT_S)
         with pytest.raises(TimeoutError, match=r"not done with falling asleep within 0\.1 s"):
             server.run(server.server.sleep(0.1))
-        fake.go_on.release()
+
+        async def both() -> None:
+            first = asyncio.create_task(server.server.sleep(WAIT_S))
+            while not server.server._switching.locked():
+                await asyncio.sleep(0)
+            with pytest.raises(TimeoutError, match=r"earlier call to sleep or wake up has not ended within 0\.1 s"):
+                await server.server.wake_up(0.1)
+            fake.go_on.release()
+            await first
+
+        server.run(both())
         asking.join(WAIT_S)
         server.run(server.server.sleep(WAIT_S))
         assert not fake.weights.is_awake

@@ -504,4 +504,26 @@ def test_an_engine_that_is_not_free_in_time_is_503(
         status, told = ask(url, path, body or {"path": str(tiny_model)})
         engine.step(16)
         assert asking.result(WAIT_S)[0] == 200
-    assert (status, told["error"]["message"]) == (503, "the engine was not free within 0.05 s.")
+    assert status == 503 and told["error"]["message"].startswith("the engine was not free within 0.05 s: ")
+
+
+def test_an_update_that_waits_for_another_one_in_vain_is_503(
+    steps: tuple[StepEngine, str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, url = steps
+    is_updating, may_end = threading.Event(), threading.Event()
+
+    async def late(update: WeightUpdate) -> None:
+        is_updating.set()
+        await asyncio.to_thread(may_end.wait, WAIT_S)
+
+    engine.update_weights = late  # type: ignore[method-assign]
+    with ThreadPoolExecutor() as threads:
+        asking = threads.submit(ask, url, "/update_weights", {"path": str(tiny_model)})
+        assert is_updating.wait(WAIT_S)
+        monkeypatch.setattr("practicum.rollout.server.generation._UPDATE_S", 0.05)
+        status, told = ask(url, "/update_weights", {"path": str(tiny_model)})
+        may_end.set()
+        assert asking.result(WAIT_S)[0] == 200
+    message = "an earlier update of the weights has not ended within 0.05 s."
+    assert (status, told["error"]["message"]) == (503, message)

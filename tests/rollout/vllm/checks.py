@@ -90,7 +90,7 @@ def answer_gap(sample: Sample, model: Any, temperature: float) -> float:
 def aborted(engine: VllmRollout, group: PromptGroup) -> Sample:
     """As soon as its first token is there."""
     sequence = Sequence.of(group, group.trajectories[0], lambda *_: engine.abort([sequence]))
-    return run(engine.write([sequence]))[0]
+    return run(engine.collect_samples([sequence]))[0]
 
 
 async def reload_as_vllm_does(engine: VllmRollout, folder: str) -> None:

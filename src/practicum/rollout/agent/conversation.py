@@ -93,7 +93,7 @@ class Conversations:
         """Yield the groups in lists as their conversations end; leaving early aborts the rest."""
         for group in groups:
             self.check(group)
-        async with nullcontext() if self._is_partial else self.engine.writing():
+        async with nullcontext() if self._is_partial else self.engine.generating():
             conversations = [
                 _Conversation(self, group, trajectory)
                 for group in groups
@@ -143,7 +143,7 @@ class Conversations:
 
     async def _write_first(self, turns: dict[EngineSequence, asyncio.Future[Sample]]) -> None:
         """Have the first turns written. A failure of the engine is raised here; who waits for them is cancelled."""
-        async with aclosing(self.engine.written(list(turns))) as written:
+        async with aclosing(self.engine.stream_samples(list(turns))) as written:
             async for some in written:
                 for turn, sample in some:
                     turns[turn].set_result(sample)
@@ -271,7 +271,7 @@ class _Conversation:
             return begun
         self._turn = self._next_turn(begun)
         try:
-            (sample,) = await self._engine.write([self._turn])
+            (sample,) = await self._engine.collect_samples([self._turn])
             return sample
         except Exception as error:
             raise EngineFailed from error

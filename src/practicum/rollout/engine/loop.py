@@ -53,7 +53,7 @@ class LocalRollout(BaseRollout):
         weakref.finalize(self, self._commands.put, None)
         work = weakref.ref(self), self._commands, open_model, opened
         threading.Thread(target=_run, args=work, name="practicum-engine", daemon=True).start()
-        self.model = opened.result()
+        self.model = opened.result()  # the start of the worker has a deadline
         self.eos_ids = self.model.eos_ids
 
     # On the event loop
@@ -95,7 +95,7 @@ class LocalRollout(BaseRollout):
             self._commands.put(None)
 
     def _call(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Run it in the engine's thread, between two steps."""
+        """Run it in the engine's thread, between two steps. Whoever waits for it has a deadline for the whole call."""
         if self._is_closed:
             raise RolloutError("the engine has been closed")
         result: Future[T] = Future()

@@ -31,7 +31,7 @@ class Sequence:
     """One answer being written, known by the object itself.
 
     `seed` and `number` decide its random numbers, whatever else is in the batch. `written` is what there is of the
-    answer already: it is gone on with, as if it had never been aborted. `on_tokens` is called on the event loop with
+    answer already: it is continued as if it had never been aborted. `on_tokens` is called on the event loop with
     new tokens and their log-probs.
     """
 

@@ -150,7 +150,7 @@ class RemoteRollout(BaseRollout):
         others = {task for answer, task in self._tasks.items() if answer.sequence not in aborted}
         for answer in under_way:
             if self._tasks[answer] in others:
-                self._finish(answer, "abort")  # the server goes on with the others of its request
+                self._finish(answer, "abort")  # the server continues the others of its request
             else:
                 self._tasks[answer].cancel()
 
@@ -181,7 +181,7 @@ class RemoteRollout(BaseRollout):
         tasks = {task for task in self._tasks.values() if not task.done()}
         self._fail(RolloutError("the engine has been closed"))
         if tasks:
-            await asyncio.wait(tasks)
+            await asyncio.wait(tasks)  # cancelled: they end at once
         await self._client.close()
 
     # Requests
@@ -282,7 +282,7 @@ class RemoteRollout(BaseRollout):
                     self._take(answers, part, server)
                     is_open = any(answer in self._tasks for answer in answers)
                     if not is_open and not all(answer.is_over for answer in answers):
-                        return  # the server would go on: closing the connection ends it there
+                        return  # the server would continue: closing the connection ends it there
         if any(answer in self._tasks for answer in answers):
             reason = f"gave fewer than the {len(answers)} answers asked for"
             raise ServerFailure(server, reason, is_transient=False)

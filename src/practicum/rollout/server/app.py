@@ -35,7 +35,7 @@ from practicum.rollout.server.errors import (
     http_error_response,
 )
 from practicum.rollout.server.metrics import Metrics
-from practicum.rollout.server.service import Service
+from practicum.rollout.server.service import Service, held
 
 log = logging.getLogger("practicum.server")
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/classify", "/update_weights", "/log_probs")
@@ -120,12 +120,12 @@ class ModelServer:
 
     async def _fall_asleep(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        async with self._switching:
+        async with held(self._switching, timeout_s, "an earlier call to sleep or wake up"):
             if not self._service.is_awake:
                 return
             self._lets_in = False
             try:
-                await asyncio.wait_for(self._is_idle.wait(), timeout_s)
+                await asyncio.wait_for(self._is_idle.wait(), max(0.0, deadline - time.monotonic()))
                 await self._service.sleep(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 raise TimeoutError(
@@ -136,7 +136,7 @@ class ModelServer:
                 self._lets_in = True
 
     async def _awaken(self, timeout_s: float) -> None:
-        async with self._switching:
+        async with held(self._switching, timeout_s, "an earlier call to sleep or wake up"):
             if not self._service.is_awake:
                 try:
                     await self._service.wake(timeout_s)

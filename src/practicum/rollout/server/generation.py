@@ -11,8 +11,8 @@ import asyncio
 import copy
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ from practicum.rollout.schemas import (
 from practicum.rollout.server.encoder import TOO_LONG, Encoder, Ids, Limit
 from practicum.rollout.server.errors import BadRequest, HttpError, Unavailable, error_json
 from practicum.rollout.server.replies import Answer, new_reply
-from practicum.rollout.server.service import Service
+from practicum.rollout.server.service import Service, held
 from practicum.rollout.server.tools import TAGS
 from practicum.types import PromptGroup, Sample
 from practicum.weights import WeightUpdate
@@ -116,36 +116,21 @@ class GenerationService(Service):
         return self._version
 
     async def sleep(self, timeout_s: float) -> None:
-        async with self._exclusive(timeout_s):
-            await self._engine.release()
+        with _refusing(RolloutError):
+            async with self._engine.exclusive("falling asleep", timeout_s=timeout_s):
+                await self._engine.release()
             self._is_awake = False
 
     async def wake(self, timeout_s: float) -> None:
-        async with self._exclusive(timeout_s):
-            await self._engine.resume()
+        with _refusing(RolloutError):
+            async with self._engine.exclusive("waking up", timeout_s=timeout_s):
+                await self._engine.resume()
             self._is_awake = True
 
     async def close(self) -> None:
         self._is_awake = False
         await self._engine.close()
         await super().close()
-
-    @asynccontextmanager
-    async def _exclusive(self, timeout_s: float) -> AsyncIterator[None]:
-        try:
-            async with self._engine.exclusive(timeout_s=timeout_s):
-                yield
-        except RolloutError as error:
-            raise Unavailable(f"{error}.") from error
-
-    @asynccontextmanager
-    async def _exclusive_in_time(self) -> AsyncIterator[None]:
-        """Have the engine exclusively for a request, which is refused where answers under way take too long."""
-        try:
-            async with self._exclusive(_UPDATE_S):
-                yield
-        except TimeoutError as error:
-            raise Unavailable(f"{error}.") from error
 
     async def _generate(self, kind: type[GenerationRequest], request: web.Request, data: bytes) -> web.StreamResponse:
         asked = await self.in_encoder(self._read, kind, data)
@@ -208,9 +193,9 @@ class GenerationService(Service):
             sequences[EngineSequence.of(*pair, partial(put, index) if asked.request.stream else None)] = index
 
         async def write() -> None:
-            # Held while the engine writes, not for as long as a client takes to read: new weights wait for it.
-            async with self._engine.writing(), aclosing(self._engine.written(list(sequences))) as written:
-                async for some in written:
+            # Held while the engine generates, not for as long as a client takes to read: new weights wait for it.
+            async with self._engine.generating(), aclosing(self._engine.stream_samples(list(sequences))) as batches:
+                async for some in batches:
                     for sequence, sample in some:
                         if sample.finish_reason == "abort":
                             raise Unavailable("the answer was aborted: the server is about to end.")
@@ -219,11 +204,10 @@ class GenerationService(Service):
         writing = asyncio.create_task(write())
         writing.add_done_callback(lambda _: events.put_nowait(None))
         try:
-            while (event := await events.get()) is not None:
+            while (event := await events.get()) is not None:  # for as long as the client waits
                 yield event
-            writing.result()
-        except RolloutError as error:
-            raise Unavailable(f"{error}.") from error
+            with _refusing(RolloutError, TimeoutError):
+                writing.result()
         finally:
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
@@ -239,15 +223,16 @@ class GenerationService(Service):
 
     async def _take_weights(self, body: UpdateWeightsRequest) -> int:
         """Load them and return their version, which is counted together with them."""
-        async with self._updating:
-            try:
-                model = await asyncio.to_thread(self._loaded, body.path)  # answers are written meanwhile
-            except ModelError as error:
-                raise BadRequest(str(error)) from error
-            version = self._version + 1 if body.version is None else body.version
-            async with self._exclusive_in_time():
-                await self._engine.update_weights(WeightUpdate(version, model.named_parameters(), shared=False))
-                self._version = version
+        with _refusing(RolloutError, TimeoutError):
+            async with held(self._updating, _UPDATE_S, "an earlier update of the weights"):
+                try:
+                    model = await asyncio.to_thread(self._loaded, body.path)  # answers are generated meanwhile
+                except ModelError as error:
+                    raise BadRequest(str(error)) from error
+                version = self._version + 1 if body.version is None else body.version
+                async with self._engine.exclusive(f"weights of version {version}", timeout_s=_UPDATE_S):
+                    await self._engine.update_weights(WeightUpdate(version, model.named_parameters(), shared=False))
+                    self._version = version
         return version
 
     async def _log_probs(self, request: web.Request, data: bytes) -> web.StreamResponse:
@@ -255,8 +240,9 @@ class GenerationService(Service):
         sequences = [self.encoder.checked(ids) for ids in self.parse(LogProbsRequest, data).token_ids]
         if any(not 2 <= len(ids) <= self.limit.num_tokens for ids in sequences):
             raise BadRequest(f"each of token_ids needs 2 tokens or more, and at most {self.limit.num_tokens}.")
-        async with self._exclusive_in_time():
-            version, found = self._version, await self._engine.log_probs(sequences)
+        with _refusing(RolloutError, TimeoutError):
+            async with self._engine.exclusive("log-probs", timeout_s=_UPDATE_S):
+                version, found = self._version, await self._engine.log_probs(sequences)
         return web.json_response({"log_probs": [one.tolist() for one in found], "weight_version": version})
 
     def _loaded(self, path: str) -> Any:
@@ -318,6 +304,15 @@ class GenerationService(Service):
         version = max(int(sample.versions.max()) for sample in samples)
         usage = Usage.of(asked.num_prompt_tokens, num_written)
         return asked.reply.with_choices(choices, usage=usage, weight_version=version)
+
+
+@contextmanager
+def _refusing(*kinds: type[Exception]) -> Iterator[None]:
+    """Refuse the request with 503 where the engine fails in one of these ways."""
+    try:
+        yield
+    except kinds as error:
+        raise Unavailable(f"{error}.") from error
 
 
 def _sent(data: bytes) -> bytes:

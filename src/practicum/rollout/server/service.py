@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any, ParamSpec, TypeVar
 
 from aiohttp import web
@@ -21,6 +22,20 @@ B = TypeVar("B", bound=Request)
 P = ParamSpec("P")
 T = TypeVar("T")
 Handler = Callable[[web.Request, bytes], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def held(lock: asyncio.Lock, timeout_s: float, holder: str) -> AsyncIterator[None]:
+    """Hold a lock in the block. Raise `TimeoutError` with who has it where it is not free in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await lock.acquire()
+    except TimeoutError:
+        raise TimeoutError(f"{holder} has not ended within {timeout_s:g} s") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class Service(ABC):

@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from functools import partial
@@ -153,9 +153,9 @@ class LocalVllm:
 
         is_over = False
         try:
-            await self._do(server, begin)
+            await self._in_time(server, self._do(server, begin))
             while not is_over:
-                output = await self._next(server, found) if is_streamed else await found.get()
+                output = await self._in_time(server, found.get())
                 if isinstance(output, BaseException):
                     is_over = True
                     raise ServerFailure(server, f"failed: {output!r}", is_transient=False) from output
@@ -165,10 +165,10 @@ class LocalVllm:
             if not is_over:
                 self._put(lambda engine: self._drop(engine, name))
 
-    async def _next(self, server: str, found: asyncio.Queue[Any]) -> Any:
+    async def _in_time(self, server: str, awaited: Awaitable[Any]) -> Any:
         try:
             async with asyncio.timeout(self.timeout_s):
-                return await found.get()
+                return await awaited
         except TimeoutError:
             raise ServerFailure(server, f"let an answer wait for {self.timeout_s:g} s", is_transient=True) from None
 
@@ -209,7 +209,7 @@ class LocalVllm:
                 waiting[1].set_exception(RuntimeError(f"vLLM has ended: {ended!r}"))
 
     def _do_commands(self, engine: Any) -> bool:
-        """Do what was asked for, and wait where there is nothing to write either. Return whether to go on."""
+        """Do what was asked for, and wait where there is nothing to write either. Return whether to continue."""
         is_idle = not engine.has_unfinished_requests()
         while is_idle or not self._commands.empty():
             waiting = self._commands.get()

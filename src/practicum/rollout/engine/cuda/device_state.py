@@ -85,7 +85,7 @@ class _Launch:
 
 
 class InFlight:
-    """Launches whose tokens the host has not read: it reads them while the device goes on."""
+    """Launches whose tokens the host has not read: it reads them while the device computes on."""
 
     def __init__(self, max_rows: int, shape: RouterShape | None, device: torch.device) -> None:
         self._shape = shape  # of the routes that are kept, if any are

@@ -108,6 +108,15 @@ def iterate(items: AsyncGenerator[R, None]) -> Iterator[R]:
         concurrent.futures.wait([serving])
 
 
+def for_future(error: BaseException) -> BaseException:
+    """Return the error as futures take it. They refuse a StopIteration, and whoever waited for them would hang."""
+    if not isinstance(error, StopIteration):
+        return error
+    told = RuntimeError(f"StopIteration: {error}")
+    told.__cause__ = error
+    return told
+
+
 def run_or_begin(coroutine: Coroutine[Any, Any, None]) -> None:
     """Run a coroutine as `run_sync` does; on an event loop, which cannot wait for it, begin it."""
     loop = running_loop()

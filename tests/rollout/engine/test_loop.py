@@ -51,6 +51,7 @@ class FakeRunner(ModelRunner):
         """Raised by the `collect` that leaves nothing in flight: not by that of a step, while there is more to draw."""
         self.on_decode: Exception | None = None
         self.on_reset: Exception | None = None
+        self.on_load: Exception | None = None
         self._drawn: deque[list[tuple[Sequence, int, float]]] = deque()
 
     def check(self, request: Any) -> None: ...
@@ -60,6 +61,7 @@ class FakeRunner(ModelRunner):
     def close(self) -> None: ...
 
     def load_weights(self, update: WeightUpdate) -> None:
+        self._raise("on_load")
         self.version = update.version
 
     def prefill(self, groups: list[list[Sequence]]) -> None:
@@ -139,6 +141,26 @@ async def test_what_was_begun_fails_with_an_abort_that_fails_and_what_waits_is_w
             await task
     ((sample),) = await waiting
     assert sample.versions.tolist() == [7] * 3
+
+
+@with_engine
+async def test_a_stop_iteration_which_futures_refuse_is_told_as_another_error(
+    engine: NativeRollout, runner: FakeRunner
+) -> None:
+    tasks = await begin(engine, LONG, LONG)
+    runner.on_decode = StopIteration("no next one")
+    for task in tasks:
+        with pytest.raises(RuntimeError, match="StopIteration: no next one"):
+            await task
+    runner.on_load = StopIteration("no tensor")
+    with pytest.raises(RuntimeError, match="StopIteration: no tensor"):
+        await new_weights(engine)
+
+    def refuse(tokens: list[int], log_probs: list[float]) -> None:
+        raise StopIteration("mine")
+
+    with pytest.raises(RuntimeError, match="StopIteration: mine"):
+        await engine.collect_samples([sequence_of(LONG, on_tokens=refuse)])
 
 
 @with_engine

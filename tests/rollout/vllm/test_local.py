@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import aclosing
@@ -245,6 +246,25 @@ def test_what_vllm_refuses_or_breaks_down_with_is_told_and_not_tried_again() -> 
 
     run(library, work)
     assert library.is_stopped
+
+
+def test_a_request_that_a_hanging_vllm_does_not_take_has_a_deadline() -> None:
+    library, may_end = FakeLibrary(), threading.Event()
+
+    async def work(client: LocalVllm) -> None:
+        library.engine.sleep = lambda level: may_end.wait(20)  # type: ignore[method-assign, assignment, return-value]
+        client.timeout_s = 0.05
+        asleep = asyncio.create_task(client.call("here", "POST", "/sleep?level=1", timeout_s=20))
+        try:
+            await asyncio.sleep(0)
+            with pytest.raises(ServerFailure, match=r"let an answer wait for 0\.05 s"):
+                async for _ in client.stream("here", body(3)):
+                    pytest.fail("it hangs")
+        finally:
+            may_end.set()
+            await asleep
+
+    run(library, work)
 
 
 def test_a_vllm_that_does_not_start_says_why() -> None:

@@ -23,6 +23,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from practicum.controller.loop import for_future
 from practicum.errors import RolloutError
 from practicum.rollout.base import BaseRollout
 from practicum.rollout.engine.model import EngineModel
@@ -105,7 +106,7 @@ class LocalRollout(BaseRollout):
             try:
                 result.set_result(function())
             except BaseException as error:
-                result.set_exception(error)
+                result.set_exception(for_future(error))
 
         self._commands.put(command)
         return asyncio.wrap_future(result)
@@ -251,7 +252,7 @@ class LocalRollout(BaseRollout):
             if isinstance(result, Sample):
                 done.set_result(result)
             else:
-                done.set_exception(result)
+                done.set_exception(for_future(result))
 
 
 def _run(

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from practicum.adapters import LoneAdapters, write_adapters
+from practicum.controller.loop import for_future
 from practicum.errors import RolloutError
 from practicum.models import eos_ids_of, export_model, load_tokenizer
 from practicum.rollout.base import BaseRollout
@@ -225,7 +226,7 @@ class RemoteRollout(BaseRollout):
         done = answer.sequence.done
         if not done.done():
             if error is not None:
-                done.set_exception(error)
+                done.set_exception(for_future(error))
             else:
                 versions = [self._version if version is None else version for version in answer.versions]
                 done.set_result(answer.sequence.to_sample(self._tokenizer, versions, reason, routes))

@@ -19,6 +19,7 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
+from practicum.controller.loop import for_future
 from practicum.errors import RolloutError
 from practicum.rollout.remote.client import ServerFailure
 
@@ -222,7 +223,7 @@ class LocalVllm:
             try:
                 future.set_result(command(engine))
             except Exception as error:
-                future.set_exception(error)
+                future.set_exception(for_future(error))
         return True
 
     def _deliver(self, output: Any) -> None:

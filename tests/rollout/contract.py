@@ -311,8 +311,10 @@ class EngineContract:
             return list(sample.token_ids.tolist())
 
         before = answer()
+        assert engine.is_awake
         run(engine.release())
+        assert not engine.is_awake
         with pytest.raises(AssertionError, match="resume"):
             answer()
         run(engine.resume())
-        assert answer() == before
+        assert engine.is_awake and answer() == before

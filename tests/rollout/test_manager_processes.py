@@ -288,7 +288,7 @@ async def test_after_new_weights_replicas_wait_awake_or_asleep(
 ) -> None:
     async with in_process(weights, tiny_model, placement) as manager:
         worker: Any = manager.replicas[0]._group._hosts[0]._worker  # type: ignore[attr-defined]
-        assert worker._is_awake
+        assert worker._engine.is_awake
         await manager.update_weights(2, stays_awake=False)
-        assert worker._is_awake == (placement == "standalone")  # those have their devices to themselves
+        assert worker._engine.is_awake == (placement == "standalone")  # those have their devices to themselves
         assert versions(await written(manager, groups_of(4))) == [[2]] * 4

@@ -51,6 +51,8 @@ class BaseRollout(ABC):
     """The tokens that end a text."""
     takes_adapters: bool = False
     """Whether `update_weights` takes adapters that come alone, where it was made with them; or weights only."""
+    is_awake: bool = False
+    """Whether it has its memory; `resume` and `release` set it when they succeed."""
     wait_timeout_s: float = 1800.0
     """The deadline of waits for the engine to be free."""
 

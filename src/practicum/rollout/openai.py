@@ -84,15 +84,15 @@ class OpenAIRollout(RemoteRollout):
         # Every server is probed, since any of them may get a request; the last one's capabilities count for all.
         await asyncio.gather(*map(self._probe_or_exclude, self._healthy))
         self._check_any()
-        self._is_awake = True
+        self.is_awake = True
 
     async def release(self) -> None:
-        self._is_awake = False
         for server in self._healthy:
             try:
                 await self._switch(server, "/sleep")
             except ServerFailure as failure:
                 await self._exclude_or_raise(server, failure)
+        self.is_awake = False
 
     async def close(self) -> None:
         if self._watching is not None:
@@ -115,7 +115,7 @@ class OpenAIRollout(RemoteRollout):
         await super().update_weights(update)
 
     async def log_probs(self, sequences: Items[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        assert self._is_awake, "log_probs before resume"
+        assert self.is_awake, "log_probs before resume"
         if self._known.owner != _OURS:
             return await super().log_probs(sequences)
         body = {"token_ids": [ids.tolist() for ids in sequences]}

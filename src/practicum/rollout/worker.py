@@ -58,7 +58,6 @@ class RolloutWorker(Worker):
         # A channel has its time after it, and the call's own deadline comes last, since it cannot say who was late.
         self._exclusive_s = timeout_s - 2 * channel_s
         self._receiver = WeightReceiver(channel_s, is_whole=settings.adapters is None)
-        self._is_awake = False
         self._has_started = False
         if threads is not None:
             torch.set_num_threads(threads)
@@ -111,16 +110,15 @@ class RolloutWorker(Worker):
 
     async def resume(self) -> None:
         """Wake the engine up. Does nothing while it is awake."""
-        if not self._is_awake:
+        if not self._engine.is_awake:
             async with self._exclusive("waking up"):
                 await self._wake()
 
     async def release(self) -> None:
         """Put the engine to sleep. Does nothing while it is asleep."""
         async with self._exclusive("falling asleep"):
-            if self._is_awake:
+            if self._engine.is_awake:
                 await self._engine.release()
-                self._is_awake = False
 
     async def log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         """Return the log-probs of each token but the first, by this engine with its weights, at temperature 1."""
@@ -142,9 +140,8 @@ class RolloutWorker(Worker):
         if not self._has_started and self._conversations is not None:
             await self._conversations.start()
         self._has_started = True
-        if not self._is_awake:
+        if not self._engine.is_awake:
             await self._engine.resume()
-            self._is_awake = True
 
     def _take_weights(self, version: int, ticket: Ticket | None) -> WeightUpdate:
         if ticket is not None:

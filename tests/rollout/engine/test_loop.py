@@ -52,11 +52,15 @@ class FakeRunner(ModelRunner):
         self.on_decode: Exception | None = None
         self.on_reset: Exception | None = None
         self.on_load: Exception | None = None
+        self.on_sleep: Exception | None = None
         self._drawn: deque[list[tuple[Sequence, int, float]]] = deque()
 
     def check(self, request: Any) -> None: ...
 
     def wake(self) -> None: ...
+
+    def sleep(self) -> None:
+        self._raise("on_sleep")
 
     def close(self) -> None: ...
 
@@ -161,6 +165,14 @@ async def test_a_stop_iteration_which_futures_refuse_is_told_as_another_error(
 
     with pytest.raises(RuntimeError, match="StopIteration: mine"):
         await engine.collect_samples([sequence_of(LONG, on_tokens=refuse)])
+
+
+@with_engine
+async def test_an_engine_that_cannot_fall_asleep_stays_awake(engine: NativeRollout, runner: FakeRunner) -> None:
+    runner.on_sleep = MemoryError("no room on the host")
+    with pytest.raises(MemoryError, match="no room on the host"):
+        await engine.release()
+    assert engine.is_awake
 
 
 @with_engine

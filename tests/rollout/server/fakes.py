@@ -76,7 +76,6 @@ class StepEngine(BaseRollout):
         self.num_aborted = 0
         self.error: Exception | None = None
         self._version = 0
-        self._awake = False
         self._is_closed = False
         self._num_steps = 0
         self._running: list[Sequence] = []
@@ -89,10 +88,10 @@ class StepEngine(BaseRollout):
         self._loop.call_soon_threadsafe(self._add_steps, num)
 
     async def resume(self) -> None:
-        self._awake, self._loop = True, asyncio.get_running_loop()
+        self.is_awake, self._loop = True, asyncio.get_running_loop()
 
     async def release(self) -> None:
-        self._awake = False
+        self.is_awake = False
 
     async def update_weights(self, update: WeightUpdate) -> None:
         self._version = update.version
@@ -113,7 +112,7 @@ class StepEngine(BaseRollout):
     def submit(self, sequences: list[Sequence]) -> None:
         if self._is_closed:
             raise RolloutError("the engine has been closed")
-        assert self._awake, "asked while asleep"
+        assert self.is_awake, "asked while asleep"
         for sequence in sequences:
             sequence.begin((), self._tokenizer)
         self._running += sequences

@@ -45,7 +45,7 @@ class LocalRollout(BaseRollout):
 
     def __init__(self, open_model: Callable[[], EngineModel]) -> None:
         super().__init__()
-        self._is_awake = self._is_closed = False
+        self._is_closed = False
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._results: list[_Result] = []
         self._unanswered: dict[Sequence, None] = {}  # that the thread was given and has neither sample nor error for
@@ -65,33 +65,33 @@ class LocalRollout(BaseRollout):
     def submit(self, sequences: list[Sequence]) -> None:
         if self._is_closed:
             raise RolloutError("the engine has been closed")
-        assert self._is_awake, "generate before resume"
+        assert self.is_awake, "generate before resume"
         self._commands.put(partial(self._begin, sequences))
 
     def abort_submitted(self, sequences: list[Sequence]) -> None:
         self._commands.put(partial(self._abort, sequences))
 
     async def resume(self) -> None:
-        if not self._is_awake:
+        if not self.is_awake:
             await self._call(self._wake)
-            self._is_awake = True
+            self.is_awake = True
 
     async def release(self) -> None:
-        self._is_awake = False
         await self._call(self._sleep)
+        self.is_awake = False
 
     async def update_weights(self, update: WeightUpdate) -> None:
         await self._call(partial(self._load, update))
 
     async def log_probs(self, sequences: Items[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        assert self._is_awake, "log_probs before resume"
+        assert self.is_awake, "log_probs before resume"
         return await self._call(partial(self.model.log_probs, sequences))
 
     async def close(self) -> None:
         """Give all memory back. What is under way fails."""
         if not self._is_closed:
             shut = self._call(self._shut)
-            self._is_closed, self._is_awake = True, False
+            self._is_closed, self.is_awake = True, False
             await shut
             self._commands.put(None)
 

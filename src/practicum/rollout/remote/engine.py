@@ -83,7 +83,6 @@ class RemoteRollout(BaseRollout):
         self._probing: asyncio.Task[bool] | None = None
         self._reader: TokenReader | None = None
         self._reads_routes = False
-        self._is_awake = False
         self._version = 0
         self._waiting: deque[list[Answer]] = deque()  # requests
         self._tasks: dict[Answer, asyncio.Task[None]] = {}  # of the answers that have been asked for and are open
@@ -127,7 +126,7 @@ class RemoteRollout(BaseRollout):
         self._known.check(request.params, self._name)
 
     def submit(self, sequences: list[Sequence]) -> None:
-        assert self._is_awake, "generate before resume"
+        assert self.is_awake, "generate before resume"
         requests: list[list[Answer]] = []
         for sequence in sequences:
             sequence.begin(self.eos_ids, self._tokenizer)
@@ -160,11 +159,11 @@ class RemoteRollout(BaseRollout):
         return len(self._tasks)
 
     async def log_probs(self, sequences: Items[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        assert self._is_awake, "log_probs before resume"
+        assert self.is_awake, "log_probs before resume"
         return await asyncio.gather(*map(self._score, sequences))
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        assert self._is_awake, "update_weights before resume"
+        assert self.is_awake, "update_weights before resume"
         with tempfile.TemporaryDirectory(prefix="practicum-model-", dir=self._exchange_dir) as folder:
 
             def write(place: Path) -> None:

@@ -95,7 +95,6 @@ class GenerationService(Service):
         self._shapes = weight_shapes(model_config)
         self.num_weight_bytes = sum(shape.numel() for shape in self._shapes.values()) * dtype.itemsize
         self._version = 0
-        self._is_awake = False
         self._updating = asyncio.Lock()
         self.handlers = {
             "/v1/completions": partial(self._generate, CompletionRequest),
@@ -109,7 +108,7 @@ class GenerationService(Service):
 
     @property
     def is_awake(self) -> bool:
-        return self._is_awake
+        return self._engine.is_awake
 
     @property
     def weight_version(self) -> int:
@@ -119,16 +118,13 @@ class GenerationService(Service):
         with _refusing(RolloutError):
             async with self._engine.exclusive("falling asleep", timeout_s=timeout_s):
                 await self._engine.release()
-            self._is_awake = False
 
     async def wake(self, timeout_s: float) -> None:
         with _refusing(RolloutError):
             async with self._engine.exclusive("waking up", timeout_s=timeout_s):
                 await self._engine.resume()
-            self._is_awake = True
 
     async def close(self) -> None:
-        self._is_awake = False
         await self._engine.close()
         await super().close()
 

@@ -132,13 +132,13 @@ class VllmRollout(RemoteRollout):
                 raise RolloutError(f"{error}{self._output}") from error
             if self._first_adapters is not None:
                 await self._load_adapters(self._first_adapters)
-        self._is_awake = True
+        self.is_awake = True
 
     async def release(self) -> None:
-        self._is_awake = False
         if self._can_sleep and not self._is_asleep:
             await self._call("/sleep?level=1")  # weights go to the host's memory, the cache is dropped
             self._is_asleep = True
+        self.is_awake = False
 
     async def _load(self, folder: str, version: int) -> None:
         if self._adapters is None:

@@ -108,6 +108,18 @@ async def test_a_bad_request_is_refused_before_anything_is_written(tiny_model: P
         assert not worker._engine.num_running and not worker._engine.num_waiting
 
 
+@pytest.mark.parametrize("agent", [None, AgentConfig(environment=TALKS)], ids=["answers", "conversations"])
+@in_a_loop
+async def test_a_request_is_checked_once(tiny_model: Path, agent: AgentConfig | None) -> None:
+    async with worker_of(tiny_model, agent=agent) as worker:
+        check, checked = worker._engine.check, []
+        worker._engine.check = lambda request: (checked.append(request.prompt.id), check(request))[1]  # type: ignore[method-assign]
+        generating = worker.generate(groups_of(3))
+        await anext(generating)
+        assert checked[:3] == ["0", "1", "2"] and (agent is not None or len(checked) == 3)
+        await generating.aclose()
+
+
 @in_a_loop
 async def test_a_failure_of_the_engine_comes_after_what_was_finished(tiny_model: Path) -> None:
     async with worker_of(tiny_model) as worker:

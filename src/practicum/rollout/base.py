@@ -119,11 +119,15 @@ class BaseRollout(ABC):
                 samples.update(some)
         return [samples[sequence] for sequence in sequences]
 
-    async def generate(self, groups: Items[PromptGroup]) -> AsyncGenerator[list[PromptGroup], None]:
+    def generate(self, groups: Items[PromptGroup]) -> AsyncGenerator[list[PromptGroup], None]:
         """Generate the trajectories that the groups lack; yield groups as they are finished. Leaving early aborts the
-        rest. A group of which something was aborted comes too, with what there is."""
+        rest. A group of which something was aborted comes too, with what there is. The call itself checks the groups.
+        """
         for group in groups:
             self.check(group)
+        return self._generate(groups)
+
+    async def _generate(self, groups: Items[PromptGroup]) -> AsyncGenerator[list[PromptGroup], None]:
         owners: dict[Sequence, tuple[PromptGroup, Trajectory]] = {
             Sequence.of(group, trajectory): (group, trajectory)
             for group in groups

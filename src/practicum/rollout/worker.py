@@ -82,13 +82,11 @@ class RolloutWorker(Worker):
         A `RolloutError` is the request's, a `TrainingError` the weights', a `ConversationError` of what is said between
         turns: no other engine would do better. Any other error is a failure of this engine.
         """
-        writer = self._conversations or self._engine
-        for group in groups:
-            writer.check(group)
         alone = [with_trajectories(group, [t]) for group in groups for t in group.trajectories if not t.is_finished]
+        lists = (self._conversations or self._engine).generate(alone)  # checks them: an error here is the request's
         try:
-            async with aclosing(_joined(writer.generate(alone), len(alone))) as writing:
-                async for finished in writing:
+            async with aclosing(_joined(lists, len(alone))) as generating:
+                async for finished in generating:
                     if not self._keeps_aborted:
                         _drop_aborted(finished)
                     yield _to_send(finished)

@@ -89,10 +89,14 @@ class Conversations:
             )
         self.engine.check(group)
 
-    async def generate(self, groups: Sequence[PromptGroup]) -> AsyncGenerator[list[PromptGroup], None]:
-        """Yield the groups in lists as their conversations end; leaving early aborts the rest."""
+    def generate(self, groups: Sequence[PromptGroup]) -> AsyncGenerator[list[PromptGroup], None]:
+        """Yield the groups in lists as their conversations end; leaving early aborts the rest. The call itself checks
+        the groups."""
         for group in groups:
             self.check(group)
+        return self._generate(groups)
+
+    async def _generate(self, groups: Sequence[PromptGroup]) -> AsyncGenerator[list[PromptGroup], None]:
         async with nullcontext() if self._is_partial else self.engine.generating():
             conversations = [
                 _Conversation(self, group, trajectory)

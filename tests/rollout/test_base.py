@@ -89,6 +89,10 @@ class FakeEngine(BaseRollout):
             if sequence in self.running or sequence in self.waiting:
                 self.end(sequence)
 
+    def recall(self) -> None:
+        for sequence in [*self.waiting]:
+            self.end(sequence)
+
     async def resume(self) -> None: ...
 
     async def release(self) -> None: ...
@@ -297,6 +301,29 @@ async def test_weights_wait_for_what_is_under_way_and_hold_up_what_is_new() -> N
     await engine.finish()
     await after
     assert [versions(group) for group in (*groups, *late)] == [[[0] * 3], [[0] * 3], [[7] * 2]]
+
+
+@on_loop
+async def test_what_is_not_begun_is_recalled_and_begun_under_the_new_weights() -> None:
+    engine = FakeEngine(max_batch=2)
+    groups = [*groups_of(1, 2), *groups_of(4, 4)[1:]]
+    came: list[str] = []
+
+    async def generate() -> None:
+        async for some in engine.generate(groups):
+            came.extend(group.id for group in some)
+
+    generating = asyncio.create_task(generate())
+    await engine.step()
+    updating = asyncio.create_task(new_weights(engine, 7))
+    await engine.step()
+    assert came == ["0"] and not updating.done()  # it comes while the rest waits
+    await engine.step(2)
+    await updating
+    await engine.finish()
+    await generating
+    assert engine.batches == [["0", "1", "2", "3"], ["2", "3"]]
+    assert [versions(group) for group in groups] == [[[0] * 2], [[0] * 4], [[7] * 4], [[7] * 4]]
 
 
 @on_loop

@@ -1,8 +1,8 @@
 """What every engine does: generate answers, take new weights, give its memory back and have it again.
 
     generate, collect_samples ─▶ stream_samples ─▶ submit: all at once ─▶ sequence.done, as each ends ─▶ samples, groups
-    generating()  held while answers are generated: by one call, one conversation, one request to a server
-    exclusive()   nothing is generated in the block: what is under way is finished first, or aborted and continued after
+    exclusive()   nothing is generated in the block: what is begun is finished first, or aborted and continued after it
+    generating()  whoever wants the engine exclusively waits for the whole block: for conversations of several turns
 
 Contract, tested for every engine by tests/rollout/contract.py:
 - Token in, token out. The answers to a prompt depend on the prompt, its sampling parameters, seed, the answer's number
@@ -80,6 +80,9 @@ class BaseRollout(ABC):
     def abort_submitted(self, sequences: list[Sequence]) -> None:
         """End submitted sequences where they are; return at once. Their samples have the finish reason "abort"."""
 
+    def recall(self) -> None:  # noqa: B027
+        """Abort the submitted sequences that are not begun, if any wait in the engine; return at once."""
+
     @abstractmethod
     async def resume(self) -> None: ...
 
@@ -139,7 +142,7 @@ class BaseRollout(ABC):
             num_open[group] += 1
         if finished := [group for group, num in num_open.items() if not num]:
             yield finished
-        async with self.generating(), aclosing(self.stream_samples(list(owners))) as batches:
+        async with aclosing(self.stream_samples(list(owners))) as batches:
             async for some in batches:
                 finished = []
                 for sequence, sample in some:
@@ -191,23 +194,20 @@ class BaseRollout(ABC):
     ) -> AsyncIterator[None]:
         """Keep everybody from generating in the block, which begins when nothing is under way.
 
-        New `generating()` blocks wait; those under way are finished first. With `abort` sequences are aborted instead,
-        and continued after the block (partial rollout). The order of several such calls is kept. `purpose` is named to
-        those who wait for it in vain.
+        Sequences and `generating()` blocks that are begun are finished first; others wait until after the block. With
+        `abort` all sequences are aborted instead, and continued after it (partial rollout). The order of several such
+        calls is kept. `purpose` is named to those who wait for it in vain.
         """
-        turn = _Turn(purpose)
+        turn = _Turn(purpose, abort)
         self._turns.append(turn)
         try:
             async with self._in_time(timeout_s, turn):
-                await self._until(lambda: self._turns[0] is turn)
-                if abort:
-                    turn.holds_sequences = True
-                    for sequence in self._under_way:
-                        sequence.is_paused = True
-                    if self._under_way:
-                        self.abort_submitted(list(self._under_way))
-                await self._until(lambda: not self._under_way and (abort or not self._num_generating))
-            turn.holds_sequences = True
+                await self._until(lambda: self._turns[0] is turn and self._holds_sequences)
+                if abort and self._under_way:
+                    self.abort_submitted(list(self._under_way))
+                elif self._under_way:
+                    self.recall()
+                await self._until(lambda: not self._under_way)
             yield
         finally:
             self._turns.remove(turn)
@@ -216,8 +216,8 @@ class BaseRollout(ABC):
     async def stream_samples(self, sequences: Items[Sequence]) -> AsyncGenerator[list[tuple[Sequence, Sample]], None]:
         """Submit sequences that have been checked, all at once; yield them with their samples as they end.
 
-        What `exclusive` aborted is submitted again after it. Those that are left when it is closed are aborted, and let
-        go of by the engine. Where the engine fails, what has ended before is yielded first.
+        What was aborted or recalled for an exclusive block is submitted again after it. Those that are left when it is
+        closed are aborted, and let go of by the engine. Where the engine fails, what has ended before is yielded first.
         """
         came: list[Sequence] = []
         arrived = asyncio.Event()
@@ -236,12 +236,21 @@ class BaseRollout(ABC):
         def may_submit() -> bool:
             return not self._holds_sequences or any(one.is_aborted for one in held)
 
+        def is_ready() -> bool:
+            return bool(came) or may_submit()
+
         self._open.update(dict.fromkeys(held))
         try:
             while any(sequence in self._open for sequence in sequences):
                 if held:
                     async with self._in_time():
-                        await self._until(may_submit)
+                        await self._until(is_ready)
+                elif not came:
+                    await (
+                        arrived.wait()
+                    )  # its deadline is the caller's: `silence_s` of the manager, a client's patience
+                arrived.clear()
+                if held and may_submit():
                     if aborted := [one for one in held if one.is_aborted]:
                         held = [one for one in held if not one.is_aborted]
                         for one in aborted:
@@ -249,22 +258,19 @@ class BaseRollout(ABC):
                         yield [(one, one.to_sample(None, 0, "abort")) for one in aborted]  # as it was submitted
                         continue
                     for sequence in held:
-                        sequence.is_paused = False
                         sequence.done = asyncio.get_running_loop().create_future()
                         sequence.done.add_done_callback(lambda _, sequence=sequence: hear(sequence))  # type: ignore[misc]
                     self.submit(held)
                     self._under_way.update(dict.fromkeys(held))
                     held = []
-                await arrived.wait()  # its deadline is the caller's: `silence_s` of the manager, a client's patience
-                arrived.clear()
                 ended = []
                 failure: BaseException | None = None
                 for sequence in came:
                     if (failure := sequence.done.exception()) is not None:
                         break
                     sample = sequence.done.result()
-                    if sample.finish_reason == "abort" and sequence.is_paused and not sequence.is_aborted:
-                        sequence.continue_from(sample)
+                    if sample.finish_reason == "abort" and not sequence.is_aborted:  # for an exclusive block
+                        sequence.continue_from(sample if len(sample.token_ids) else None)
                         held.append(sequence)
                     else:
                         del self._open[sequence]
@@ -289,7 +295,8 @@ class BaseRollout(ABC):
 
     @property
     def _holds_sequences(self) -> bool:
-        return bool(self._turns) and self._turns[0].holds_sequences
+        """Whether nothing may be submitted. Turns of a conversation may, while others only wait for its end."""
+        return bool(self._turns) and (self._turns[0].aborts or not self._num_generating)
 
     @asynccontextmanager
     async def _in_time(self, timeout_s: float | None = None, own: _Turn | None = None) -> AsyncIterator[None]:
@@ -328,4 +335,4 @@ class _Turn:
     """The turn of a caller who wants the engine exclusively."""
 
     purpose: str
-    holds_sequences: bool = False
+    aborts: bool

@@ -236,9 +236,9 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
     async def update_weights(self, version: int, *, stays_awake: bool = True) -> None:
         """Have all replicas write with the trainer's weights of now, under this version.
 
-        It may be called while they write: answers under way are finished with the old weights first, or, with partial
-        rollout, aborted and continued under the new ones. Unless they are to stay awake for what comes next, those
-        that sleep do so again.
+        It may be called while they write: answers that are begun are finished with the old weights first, or, with
+        partial rollout, aborted and continued under the new ones. Unless they are to stay awake for what comes next,
+        those that sleep do so again.
         """
         async with self._lifecycle:
             self._is_paused = True

@@ -100,7 +100,7 @@ class RolloutWorker(Worker):
 
     async def update_weights(self, version: int, ticket: Ticket | None = None) -> None:
         """Take the weights that the ticket is for; without one those of the sibling, as they are now, for which all
-        ranks must be called. Answers under way are finished first, or aborted and continued. It is awake after.
+        ranks must be called. Answers that are begun are finished first, or aborted and continued. It is awake after.
         """
         async with self._exclusive(f"weights of version {version}"):
             await self._wake()

@@ -168,6 +168,17 @@ async def test_a_stop_iteration_which_futures_refuse_is_told_as_another_error(
 
 
 @with_engine
+async def test_new_weights_wait_for_what_is_begun_and_come_before_what_waits(
+    engine: NativeRollout, runner: FakeRunner
+) -> None:
+    tasks = await begin(engine, 300, 300, 3, 3)
+    await new_weights(engine, abort=False)
+    ends = [(await task)[0] for task in tasks]
+    assert [sample.versions.tolist() for sample in ends] == [[0] * 300, [0] * 300, [7] * 3, [7] * 3]
+    assert {sample.finish_reason for sample in ends} == {"length"}
+
+
+@with_engine
 async def test_an_engine_that_cannot_fall_asleep_stays_awake(engine: NativeRollout, runner: FakeRunner) -> None:
     runner.on_sleep = MemoryError("no room on the host")
     with pytest.raises(MemoryError, match="no room on the host"):

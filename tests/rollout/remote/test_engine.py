@@ -257,6 +257,24 @@ def test_no_more_are_asked_for_at_a_time_than_may_be(start: Any) -> None:
         assert most == 2 and engine.num_running == engine.num_waiting == 0
 
 
+def test_who_wants_the_engine_alone_does_not_wait_for_what_has_not_been_asked_for(start: Any) -> None:
+    server = FakeServer(delay_s=0.01)
+    with start(server, max_batch=2) as engine:
+
+        async def interrupted() -> list[Sample]:
+            begun = asyncio.Event()
+            params = SamplingParams(8, ignore_eos=True)
+            sequences = [sequence(params, i, lambda *_: begun.set()) for i in range(6)]
+            generating = asyncio.create_task(engine.collect_samples(sequences))
+            await begun.wait()
+            num_asked = len(server.requests)
+            async with engine.exclusive(timeout_s=20):
+                assert engine.num_running == 0 and len(server.requests) == num_asked < 6
+            return await generating
+
+        assert [sample.finish_reason for sample in run(interrupted())] == ["length"] * 6
+
+
 @pytest.mark.parametrize("fault", ["500", "break", "cut", "error"])
 def test_what_is_transient_is_tried_again_and_gives_the_same_answers(start: Any, fault: str) -> None:
     server = FakeServer()

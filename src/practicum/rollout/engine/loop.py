@@ -71,6 +71,9 @@ class LocalRollout(BaseRollout):
     def abort_submitted(self, sequences: list[Sequence]) -> None:
         self._commands.put(partial(self._abort, sequences))
 
+    def recall(self) -> None:
+        self._commands.put(lambda: self._abort([one for one in self._unanswered if not one.is_begun]))
+
     async def resume(self) -> None:
         if not self.is_awake:
             await self._call(self._wake)

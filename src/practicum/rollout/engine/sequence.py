@@ -36,7 +36,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "_ending", "_uniforms", "blocks", "done", "finish_reason", "is_aborted", "is_paused", "log_probs", "max_tokens",
+        "_ending", "_uniforms", "blocks", "done", "finish_reason", "is_aborted", "log_probs", "max_tokens",
         "num_launched", "num_tokens", "num_written", "number", "on_tokens", "params", "prompt", "prompt_ids", "routes",
         "seed", "session", "slot", "token_ids", "written",
     )  # fmt: skip
@@ -63,7 +63,6 @@ class Sequence:
         self.max_tokens = len(prompt_ids) + params.max_new_tokens  # of prompt and answer
         self.done: asyncio.Future[Sample]  # made when it is submitted; the engine sets its result
         self.is_aborted = False  # by request: it is not continued
-        self.is_paused = False  # aborted while a caller has the engine exclusively, and continued after that
         self._ending: Ending | None = None
         self._uniforms: list[float] | None = None
         self.continue_from(written)
@@ -101,6 +100,11 @@ class Sequence:
         self.blocks: list[int] = []  # of keys and values
         self.slot = -1  # of its own among those running
         self.num_launched = 0  # tokens that the device was asked for and the host has not read
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether there is a token of it, or one on its way."""
+        return self.num_tokens > len(self.prompt_ids) or self.num_launched > 0
 
     # What is read before the next token
 

@@ -154,6 +154,10 @@ class RemoteRollout(BaseRollout):
             else:
                 self._tasks[answer].cancel()
 
+    def recall(self) -> None:
+        for answer in self._take_waiting():
+            self._finish(answer, "abort")
+
     @property
     def num_running(self) -> int:
         return len(self._tasks)
@@ -233,12 +237,16 @@ class RemoteRollout(BaseRollout):
 
     def _fail(self, error: Exception) -> None:
         """Fail everything that has been submitted."""
-        waiting = [answer for request in self._waiting for answer in request]
-        self._waiting.clear()
+        waiting = self._take_waiting()
         for task in set(self._tasks.values()):
             task.cancel()
         for answer in [*waiting, *self._tasks]:
             self._finish(answer, error=error)
+
+    def _take_waiting(self) -> list[Answer]:
+        waiting = [answer for request in self._waiting for answer in request]
+        self._waiting.clear()
+        return waiting
 
     async def _work(self, request: list[Answer]) -> None:
         params = request[0].sequence.params

@@ -189,8 +189,7 @@ class GenerationService(Service):
             sequences[EngineSequence.of(*pair, partial(put, index) if asked.request.stream else None)] = index
 
         async def write() -> None:
-            # Held while the engine generates, not for as long as a client takes to read: new weights wait for it.
-            async with self._engine.generating(), aclosing(self._engine.stream_samples(list(sequences))) as batches:
+            async with aclosing(self._engine.stream_samples(list(sequences))) as batches:
                 async for some in batches:
                     for sequence, sample in some:
                         if sample.finish_reason == "abort":

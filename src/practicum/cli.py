@@ -131,7 +131,7 @@ def router(
 def serve(
     model: Annotated[str, typer.Argument(help="A model folder or a hub name.", metavar="MODEL")],
     engine: Annotated[
-        str | None, typer.Option(help="What writes the answers: native, hf. A classifier needs none.")
+        str | None, typer.Option(help="The engine, as in rollout.engine. A classifier needs none.")
     ] = None,
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen at; 0 takes a free one.")] = 8000,

@@ -25,7 +25,7 @@ def test_several_turns_are_set_by_tools_or_an_environment() -> None:
     ("config", "words"),
     [
         ({"engine": "warp"}, "'native', 'hf', 'vllm' or 'openai'"),
-        ({"engine": "vllm"}, "rollout.engine=vllm does not live in the trainer's processes and cannot be hybrid"),
+        ({"engine": "vllm"}, "rollout.engine=vllm cannot be hybrid: set rollout.placement=colocated or standalone"),
         ({"engine": "openai"}, "set rollout.placement=standalone"),
         ({"engine": "openai", "placement": "standalone"}, "needs rollout.openai.servers"),
         ({"vllm": {"in_process": True, "python": "/opt/vllm/bin/python"}}, "set python or in_process, not both"),

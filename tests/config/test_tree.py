@@ -8,11 +8,10 @@ import yaml
 from pydantic import ValidationError
 
 from practicum.algo import ADVANTAGES, AGGREGATIONS, LOSSES
-from practicum.config import Config, known_keys
+from practicum.config import ENGINES, Config, known_keys
 from practicum.config.algorithm import OPTIONS
 from practicum.errors import ConfigError
 from practicum.models import DTYPES
-from practicum.rollout import ENGINES
 from practicum.train.schedule import SCHEDULES
 
 IN_PROCESS = ["rollout.engine=vllm", "rollout.placement=colocated", "rollout.vllm.in_process=true"]

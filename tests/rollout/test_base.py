@@ -353,6 +353,7 @@ async def test_aborted_for_weights_sequences_are_continued_under_them() -> None:
         await new_weights(engine, 7, abort=True)
         await settle()
         assert sorted(engine.batches[2:]) == [["0", "1", "2", "3", "4", "5"], ["p"]]
+        assert sum(one.written is None for one in engine.waiting) == 3  # begun anew, with whoever shares the prompt
         await engine.finish()
         assert (await conversation)[0].versions.tolist() == [7] * 4
     await writing

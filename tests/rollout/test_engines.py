@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 import torch
 
 import practicum.rollout
-from practicum.config import RolloutConfig
+from practicum.config import ENGINES, Engine, RolloutConfig
 from practicum.controller.loop import run_sync
 from practicum.errors import PracticumError, RolloutError
-from practicum.rollout.engines import ENGINES, EngineSettings, make_engine
+from practicum.rollout.engines import EngineSettings, make_engine
 from practicum.rollout.hf import HFRollout
 from practicum.rollout.native import NativeRollout
+from practicum.rollout.placement import window
+from practicum.rollout.server import service_of
 from practicum.types import Prompt, PromptGroup, SamplingParams
 from tests.rollout.contract import run
 
@@ -30,11 +33,25 @@ def test_an_unknown_engine_is_told_the_known_ones(tiny_model: Path) -> None:
         make_engine(EngineSettings("hff", str(tiny_model)))
 
 
-def test_a_package_that_is_missing_is_named_with_what_brings_it(tiny_model: Path, monkeypatch: Any) -> None:
-    def missing(settings: EngineSettings) -> Any:
+class Own(HFRollout):
+    """As one would write it in a file of its own."""
+
+
+def test_a_new_engine_is_its_class_and_an_entry(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINES, "own", Engine(f"{__name__}:Own", serves=True, waiting_share=0.5))
+    assert type(make_engine(EngineSettings("own", str(tiny_model), device="cpu"))) is Own
+    assert window(RolloutConfig.model_construct(engine="own", max_batch=8)) == 12
+    service_of(str(tiny_model), engine="own", device="cpu", dtype="float32", max_batch=4)
+
+
+class Missing:
+    @staticmethod
+    def of(settings: EngineSettings) -> Any:
         raise ModuleNotFoundError("No module named 'vllm'", name="vllm.engine")
 
-    monkeypatch.setitem(ENGINES, "vllm", missing)
+
+def test_a_package_that_is_missing_is_named_with_what_brings_it(tiny_model: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(ENGINES, "vllm", replace(ENGINES["vllm"], cls=f"{__name__}:Missing"))
     with pytest.raises(RolloutError, match=r"rollout.engine=vllm needs the package 'vllm.engine'.*practicum\[vllm\]"):
         make_engine(EngineSettings("vllm", str(tiny_model)))
 
@@ -63,11 +80,10 @@ def test_settings_are_those_of_the_section(tiny_model: Path) -> None:
 
 
 def test_the_package_gives_every_name_it_exports() -> None:
-    assert {getattr(practicum.rollout, name).__name__ for name in practicum.rollout.__all__ if name != "ENGINES"} >= {
+    assert {getattr(practicum.rollout, name).__name__ for name in practicum.rollout.__all__} >= {
         "BaseRollout", "HFRollout", "NativeRollout", "VllmRollout", "OpenAIRollout",
         "RolloutReplica", "RolloutManager", "RolloutWorker", "check_tokenizer",
     }  # fmt: skip
-    assert practicum.rollout.ENGINES is ENGINES
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         practicum.rollout.nothing  # noqa: B018
 

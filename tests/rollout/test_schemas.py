@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from practicum.config import ENGINES
 from practicum.demo.arithmetic import make_tokenizer
 from practicum.rollout.engine.sequence import Sequence as EngineSequence
-from practicum.rollout.engines import ENGINES
 from practicum.rollout.schemas import (
     ChatMessage,
     ChatRequest,

@@ -4,6 +4,7 @@ from practicum.config.actor import ActorConfig, LoraConfig, RouterReplayConfig
 from practicum.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
 from practicum.config.base import Section
 from practicum.config.critic import CriticConfig
+from practicum.config.engines import ENGINES, Engine
 from practicum.config.reward import CacheConfig, LimitsConfig, RewardConfig, RewardModelConfig, TermConfig
 from practicum.config.rollout import AgentConfig, OpenAIConfig, RolloutConfig, VllmConfig
 from practicum.config.tracking import WandbConfig
@@ -19,6 +20,7 @@ from practicum.config.tree import (
 )
 
 __all__ = [
+    "ENGINES",
     "ActorConfig",
     "AgentConfig",
     "AlgorithmConfig",
@@ -28,6 +30,7 @@ __all__ = [
     "CorrectionConfig",
     "CriticConfig",
     "DataConfig",
+    "Engine",
     "KLConfig",
     "LimitsConfig",
     "LoraConfig",

@@ -7,9 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from practicum.config.base import Section
-
-ENGINES_WITH_ROUTES = ("native", "vllm")
-"""Rollout engines that can tell which experts they sent tokens to."""
+from practicum.config.engines import ENGINES
 
 
 class RouterReplayConfig(Section):
@@ -32,10 +30,11 @@ class RouterReplayConfig(Section):
                 f"rollout.enable_rollout_routing_replay={str(asked).lower()} contradicts "
                 f"actor.router_replay.mode={self.mode}: leave it out, the mode decides for both ends"
             )
-        if self.mode == "R3" and engine not in ENGINES_WITH_ROUTES:
+        if self.mode == "R3" and not ENGINES[engine].records_routes:
+            able = [name for name, own in ENGINES.items() if own.records_routes]
             raise ValueError(
                 f"actor.router_replay.mode=R3 needs an engine that records where it sends tokens, and "
-                f"rollout.engine={engine} does not: set it to {' or '.join(ENGINES_WITH_ROUTES)}, or the mode to R2"
+                f"rollout.engine={engine} does not: set it to {' or '.join(able)}, or the mode to R2"
             )
 
     def check_staleness(self, staleness: int) -> None:

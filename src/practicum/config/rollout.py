@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from practicum.config.base import Section
+from practicum.config.engines import ENGINES, EngineName
 from practicum.types import SamplingParams
 
 
@@ -71,7 +72,7 @@ class AgentConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["native", "hf", "vllm", "openai"] = "native"
+    engine: EngineName = "native"
     """native: Practicum's own, with continuous batching. hf: transformers' generate. vllm: vLLM. openai: any server
     that speaks the completions protocol."""
     placement: Literal["hybrid", "colocated", "standalone"] = "hybrid"
@@ -122,15 +123,14 @@ class RolloutConfig(Section):
     def _engine_and_place(self) -> Self:
         if not all(self.stop):
             raise ValueError("rollout.stop: an empty text would end every answer at once")
-        if self.engine in ("vllm", "openai") and self.placement == "hybrid":
+        placements = ENGINES[self.engine].placements
+        if self.placement not in placements:
             raise ValueError(
-                f"rollout.engine={self.engine} does not live in the trainer's processes and cannot be hybrid: set "
-                f"rollout.placement={'standalone' if self.engine == 'openai' else 'colocated or standalone'}"
+                f"rollout.engine={self.engine} cannot be {self.placement}: set rollout.placement="
+                f"{' or '.join(placements)}"
             )
         if self.engine == "openai" and not self.openai.servers:
             raise ValueError("rollout.engine=openai needs rollout.openai.servers, a list of addresses")
-        if self.engine == "openai" and self.placement == "colocated":
-            raise ValueError("rollout.engine=openai asks servers elsewhere: set rollout.placement=standalone")
         if self.engine == "openai" and self.replicas not in ("auto", 1):
             raise ValueError("rollout.engine=openai has one replica, which asks all rollout.openai.servers")
         if self.engine == "vllm" and self.vllm.tensor_parallel > 1 and self.placement != "standalone":

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from practicum.rollout.base import BaseRollout
-    from practicum.rollout.engines import ENGINES
     from practicum.rollout.hf import HFRollout
     from practicum.rollout.manager import RolloutManager
     from practicum.rollout.native import NativeRollout
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from practicum.rollout.worker import RolloutWorker
 
 __all__ = [
-    "ENGINES",
     "BaseRollout",
     "ChatMessage",
     "ChatRequest",
@@ -47,7 +45,6 @@ __all__ = [
 
 # Engines pull in torch and transformers, which the processes that run tools do not need: only for those who ask.
 _MODULES = {
-    "ENGINES": "engines",
     "BaseRollout": "base",
     "HFRollout": "hf",
     "NativeRollout": "native",

@@ -1,19 +1,15 @@
-"""The engines by name. Each is imported only when it is asked for: what one needs, the others can do without."""
+"""Engines made by name. Each is imported only when it is asked for: what one needs, the others can do without."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
 from practicum.adapters import LoneAdapters
-from practicum.config import OpenAIConfig, RolloutConfig, VllmConfig
+from practicum.config import ENGINES, OpenAIConfig, RolloutConfig, VllmConfig
 from practicum.errors import RolloutError
-from practicum.models import DTYPES, load_config, resolve_device
 from practicum.rollout.base import BaseRollout
-
-log = logging.getLogger("practicum.rollout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,101 +55,18 @@ class EngineSettings:
 
 def make_engine(settings: EngineSettings) -> BaseRollout:
     """Return an engine, asleep. Raise `RolloutError` where it is not known, or what it needs is not installed."""
-    if settings.engine not in ENGINES:
-        raise RolloutError(f"there is no engine {settings.engine!r}; there are {', '.join(ENGINES)}.")
+    name = settings.engine
+    if name not in ENGINES:
+        raise RolloutError(f"there is no engine {name!r}; there are {', '.join(ENGINES)}.")
+    module, _, cls = ENGINES[name].cls.partition(":")
     try:
-        return ENGINES[settings.engine](settings)
+        engine: BaseRollout = getattr(importlib.import_module(module), cls).of(settings)
+        return engine
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "practicum":
             raise
-        extra = f"pip install 'practicum[{settings.engine}]'" if settings.engine in _EXTRAS else "pip install practicum"
+        extra = ENGINES[name].extra
+        install = "pip install practicum" if extra is None else f"pip install 'practicum[{extra}]'"
         raise RolloutError(
-            f"rollout.engine={settings.engine} needs the package {error.name!r}, which is not installed here: {extra}."
+            f"rollout.engine={name} needs the package {error.name!r}, which is not installed here: {install}."
         ) from error
-
-
-def _native(settings: EngineSettings) -> BaseRollout:
-    from practicum.rollout.native import NativeRollout
-
-    device = resolve_device(settings.device)
-    runner: Any = None
-    if device.type == "cuda":
-        from practicum.rollout.engine.cuda import unavailable_reason
-
-        if reason := unavailable_reason(load_config(settings.model_path)):
-            slow = "rollout.engine=native cannot use its CUDA kernels on %s and is several times slower: %s"
-            log.warning(slow, device, reason)
-        else:
-            from practicum.rollout.engine.cuda.runner import CudaRunner
-
-            runner = CudaRunner
-    return NativeRollout(
-        settings.model_path,
-        device=device,
-        dtype=DTYPES[settings.dtype],
-        max_batch=settings.max_batch,
-        cache_gb=settings.cache_gb,
-        keep_routes=settings.keep_routes,
-        stays_loaded=settings.stays_loaded,
-        runner=runner,
-    )
-
-
-def _hf(settings: EngineSettings) -> BaseRollout:
-    from practicum.rollout.hf import HFRollout
-
-    return HFRollout(
-        settings.model_path,
-        device=resolve_device(settings.device),
-        dtype=DTYPES[settings.dtype],
-        max_batch=settings.max_batch,
-        max_batch_tokens=settings.max_batch_tokens,
-        stays_loaded=settings.stays_loaded,
-    )
-
-
-def _vllm(settings: EngineSettings) -> BaseRollout:
-    from practicum.rollout.vllm.engine import VllmRollout
-
-    return VllmRollout(
-        settings.model_path,
-        python=settings.vllm.python,
-        in_process=settings.vllm.in_process,
-        options=settings.vllm.options,
-        device=resolve_device(settings.device),
-        dtype=DTYPES[settings.dtype],
-        tensor_parallel=settings.vllm.tensor_parallel,
-        max_batch=settings.max_batch,
-        cache_gb=settings.cache_gb,
-        keep_routes=settings.keep_routes,
-        adapters=settings.adapters,
-        timeout_s=settings.timeout_s,
-        start_timeout_s=settings.start_timeout_s,
-        exchange_dir=settings.exchange_dir,
-    )
-
-
-def _openai(settings: EngineSettings) -> BaseRollout:
-    from practicum.rollout.openai import OpenAIRollout
-
-    return OpenAIRollout(
-        settings.openai.servers,
-        model_path=settings.model_path,
-        model=settings.openai.model,
-        api_key_env=settings.openai.api_key_env,
-        router=settings.router,
-        router_token=settings.router_token,
-        max_batch=settings.max_batch,
-        adapters=settings.adapters,
-        timeout_s=settings.timeout_s,
-        exchange_dir=settings.exchange_dir,
-    )
-
-
-ENGINES: dict[str, Callable[[EngineSettings], BaseRollout]] = {
-    "native": _native,
-    "hf": _hf,
-    "vllm": _vllm,
-    "openai": _openai,
-}
-_EXTRAS = ("vllm",)  # engines whose packages do not come with practicum itself

@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from practicum.models import DTYPES, resolve_device
 from practicum.rollout.engine.loop import LocalRollout
 from practicum.rollout.engine.model import EngineModel
 from practicum.rollout.engine.sampling import draw_each
 from practicum.rollout.engine.sequence import Sequence
+from practicum.rollout.engines import EngineSettings
 from practicum.types import SamplingParams
 
 
@@ -47,6 +49,17 @@ class HFRollout(LocalRollout):
         # A model's saved generation settings (penalties, its own temperature) would bend what `draw_each` decides.
         pad_id = self.model.tokenizer.pad_token_id
         self.model.module.generation_config = GenerationConfig(pad_token_id=pad_id, do_sample=False)
+
+    @classmethod
+    def of(cls, settings: EngineSettings) -> HFRollout:
+        return cls(
+            settings.model_path,
+            device=resolve_device(settings.device),
+            dtype=DTYPES[settings.dtype],
+            max_batch=settings.max_batch,
+            max_batch_tokens=settings.max_batch_tokens,
+            stays_loaded=settings.stays_loaded,
+        )
 
     @property
     def num_running(self) -> int:

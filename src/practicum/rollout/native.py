@@ -12,6 +12,7 @@ which is thrown away.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from functools import partial
 from itertools import chain
@@ -19,11 +20,15 @@ from itertools import chain
 import torch
 
 from practicum.errors import RolloutError
+from practicum.models import DTYPES, load_config, resolve_device
 from practicum.rollout.engine.cpu.runner import CpuRunner
 from practicum.rollout.engine.loop import LocalRollout
 from practicum.rollout.engine.model import ModelRunner
 from practicum.rollout.engine.scheduler import Scheduler
 from practicum.rollout.engine.sequence import Sequence
+from practicum.rollout.engines import EngineSettings
+
+log = logging.getLogger("practicum.rollout")
 
 
 class NativeRollout(LocalRollout):
@@ -50,6 +55,30 @@ class NativeRollout(LocalRollout):
             block_size=self.model.block_size,
             prefill_tokens=self.model.prefill_tokens,
             grow_blocks=self.model.grow_blocks,
+        )
+
+    @classmethod
+    def of(cls, settings: EngineSettings) -> NativeRollout:
+        device, runner = resolve_device(settings.device), None
+        if device.type == "cuda":
+            from practicum.rollout.engine.cuda import unavailable_reason
+
+            if reason := unavailable_reason(load_config(settings.model_path)):
+                slow = "rollout.engine=native cannot use its CUDA kernels on %s and is several times slower: %s"
+                log.warning(slow, device, reason)
+            else:
+                from practicum.rollout.engine.cuda.runner import CudaRunner
+
+                runner = CudaRunner
+        return cls(
+            settings.model_path,
+            device=device,
+            dtype=DTYPES[settings.dtype],
+            max_batch=settings.max_batch,
+            cache_gb=settings.cache_gb,
+            keep_routes=settings.keep_routes,
+            stays_loaded=settings.stays_loaded,
+            runner=runner,
         )
 
     @property

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from practicum.adapters import LoneAdapters
 from practicum.errors import RolloutError
 from practicum.rollout.engine.sequence import Sequence
+from practicum.rollout.engines import EngineSettings
 from practicum.rollout.remote.capabilities import probe
 from practicum.rollout.remote.client import CompletionsClient, ServerFailure
 from practicum.rollout.remote.engine import CONTROL_TIMEOUT_S, RemoteRollout
@@ -79,6 +80,21 @@ class OpenAIRollout(RemoteRollout):
         self._given_version: int | None = None  # of the weights of servers; None: those they were started with
         self._refreshing: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
+
+    @classmethod
+    def of(cls, settings: EngineSettings) -> OpenAIRollout:
+        return cls(
+            settings.openai.servers,
+            model_path=settings.model_path,
+            model=settings.openai.model,
+            api_key_env=settings.openai.api_key_env,
+            router=settings.router,
+            router_token=settings.router_token,
+            max_batch=settings.max_batch,
+            adapters=settings.adapters,
+            timeout_s=settings.timeout_s,
+            exchange_dir=settings.exchange_dir,
+        )
 
     async def resume(self) -> None:
         # Every server is probed, since any of them may get a request; the last one's capabilities count for all.

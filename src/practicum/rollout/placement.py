@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
-from practicum.config import RolloutConfig
+from practicum.config import ENGINES, RolloutConfig
 from practicum.controller import Controller, RayClassWithInitArgs, RayResourcePool, num_replicas, places_beside
 from practicum.controller.loop import run_sync
 from practicum.errors import PracticumError, RolloutError, WorkerError
@@ -23,10 +23,6 @@ from practicum.rollout.remote.client import CompletionsClient, ServerFailure
 from practicum.rollout.replica import RolloutReplica
 from practicum.rollout.worker import RolloutWorker
 
-# What waits at a worker beyond what its engine writes at a time, as a share of that. `hf` begins a batch only when the
-# one before is done: another whole one has to be there by then.
-_WAITING_SHARE = {"hf": 1.0}
-_FEW_WAIT = 0.125
 _ASK_S = 5.0
 _SHUT = (401, 403)
 
@@ -83,7 +79,7 @@ async def open_replicas(
 
 def window(config: RolloutConfig) -> int:
     """Return the most answers that one worker has at a time."""
-    return config.max_batch + max(1, int(config.max_batch * _WAITING_SHARE.get(config.engine, _FEW_WAIT)))
+    return config.max_batch + max(1, int(config.max_batch * ENGINES[config.engine].waiting_share))
 
 
 @contextmanager

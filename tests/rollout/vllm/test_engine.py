@@ -19,7 +19,7 @@ from practicum.config import RolloutConfig
 from practicum.controller import Controller
 from practicum.errors import ReplayError, RolloutError
 from practicum.replay import RouterShape
-from practicum.rollout.engines import ENGINES, EngineSettings
+from practicum.rollout.engines import EngineSettings
 from practicum.rollout.vllm.engine import VllmRollout, arguments, decode_routes
 from practicum.types import SamplingParams
 from tests.rollout.asking import run, written
@@ -199,7 +199,7 @@ def test_a_replica_whose_new_weights_are_wrong_never_writes(tmp_path: Path, monk
         options = {"enforce_eager": True}
         return VllmsOwnReload(settings.model_path, python=PYTHON, options=options, cache_gb=1, start_timeout_s=280)
 
-    monkeypatch.setitem(ENGINES, "vllm", make)
+    monkeypatch.setattr(VllmRollout, "of", make)
     config = RolloutConfig(engine="vllm", placement="standalone")
     settings = EngineSettings("vllm", str(path), device="cpu")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import PurePath
 
+from practicum.config import ENGINES
 from practicum.errors import ConfigError
 from practicum.models import DTYPES, absolute, load_any_config, load_config, load_tokenizer, resolve_device
 from practicum.rollout.engines import EngineSettings, make_engine
@@ -13,7 +14,6 @@ from practicum.rollout.server.encoder import Limit
 from practicum.rollout.server.generation import GenerationService
 from practicum.rollout.server.service import Service
 
-ENGINES_THAT_SERVE = ("native", "hf")  # the others have servers of their own
 _DEVICES = ("auto", "cpu", "cuda")
 _BATCH_TOKENS = 16_384
 
@@ -21,8 +21,9 @@ _BATCH_TOKENS = 16_384
 def service_of(path: str, *, engine: str, device: str, dtype: str, max_batch: int) -> Service:
     """Return the service of `practicum serve`, asleep where it generates. Requests may call it by its path, the last
     part of that, or `default`."""
-    if engine not in ENGINES_THAT_SERVE:
-        raise ConfigError(f"unknown engine {engine!r}: those that serve are {', '.join(ENGINES_THAT_SERVE)}.")
+    serving = [name for name, own in ENGINES.items() if own.serves]
+    if engine not in serving:
+        raise ConfigError(f"unknown engine {engine!r}: those that serve are {', '.join(serving)}.")
     if dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}: the dtypes are {', '.join(DTYPES)}.")
     if device not in _DEVICES:

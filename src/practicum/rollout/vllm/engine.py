@@ -36,9 +36,10 @@ from numpy.typing import NDArray
 from practicum.adapters import LoneAdapters, find_targets
 from practicum.controller.host import free_port
 from practicum.errors import RolloutError
-from practicum.models import absolute, empty_model, load_config, plain_path, save_merged
+from practicum.models import DTYPES, absolute, empty_model, load_config, plain_path, resolve_device, save_merged
 from practicum.replay import RouterShape, router_shape
 from practicum.rollout.engine.sequence import Sequence
+from practicum.rollout.engines import EngineSettings
 from practicum.rollout.remote.capabilities import probe
 from practicum.rollout.remote.client import CompletionsClient, ServerFailure
 from practicum.rollout.remote.engine import CONTROL_TIMEOUT_S, Answer, RemoteRollout
@@ -119,6 +120,25 @@ class VllmRollout(RemoteRollout):
         except BaseException:
             self._stop()
             raise
+
+    @classmethod
+    def of(cls, settings: EngineSettings) -> VllmRollout:
+        return cls(
+            settings.model_path,
+            python=settings.vllm.python,
+            in_process=settings.vllm.in_process,
+            options=settings.vllm.options,
+            device=resolve_device(settings.device),
+            dtype=DTYPES[settings.dtype],
+            tensor_parallel=settings.vllm.tensor_parallel,
+            max_batch=settings.max_batch,
+            cache_gb=settings.cache_gb,
+            keep_routes=settings.keep_routes,
+            adapters=settings.adapters,
+            timeout_s=settings.timeout_s,
+            start_timeout_s=settings.start_timeout_s,
+            exchange_dir=settings.exchange_dir,
+        )
 
     async def resume(self) -> None:
         if self._is_asleep:

@@ -21,7 +21,6 @@ from practicum.controller import Controller, LocalWorkerGroup, RayClassWithInitA
 from practicum.errors import DeadlineError, RewardError, WorkerDied
 from practicum.reward import RewardLoopManager, RewardLoopWorker
 from practicum.reward.executors import Graded
-from practicum.reward.manager import ExpectedCosts
 from practicum.reward.report import GradingReport, Progress
 from practicum.reward.worker import Finished
 from practicum.types import PromptGroup, Score
@@ -483,7 +482,7 @@ def test_what_is_known_to_be_cheap_is_not_worth_a_call_to_everyone() -> None:
         manager = manager_of(group)
         await manager.grade(groups_for("a"))
         for _ in range(400):
-            manager.costs.learn(samples_of("a")[0], 1e-5)
+            manager.learn_cost(samples_of("a")[0], 1e-5)
         group.lists.clear()
         await manager.grade(groups_for(*"a" * 64))
         assert [len(samples) for samples in group.lists] == [64]
@@ -499,7 +498,7 @@ def test_what_costs_less_to_grade_than_to_send_is_graded_here() -> None:
         await manager.grade(groups)  # nothing is known of it yet
         assert group.lists and values(scores_of(groups)) == [1.0, 1.0]
         for _ in range(400):
-            manager.costs.learn(samples_of("4")[0], 1e-6)
+            manager.learn_cost(samples_of("4")[0], 1e-6)
         group.lists.clear()
         await manager.grade(groups)
         assert not group.lists and values(scores_of(groups)) == [1.0, 0.0]
@@ -587,26 +586,12 @@ def sample_of(answer: int, source: str = "") -> Sample:
     return replace(made, prompt=replace(made.prompt, data_source=source))
 
 
-def test_longer_answers_are_expected_to_cost_more() -> None:
-    costs = ExpectedCosts()
-    assert 0 < costs.expected(sample_of(1)) < costs.expected(sample_of(100))
-
-
-def test_what_was_seen_is_expected_again_of_the_same_source_only() -> None:
-    costs = ExpectedCosts()
-    costs.learn(sample_of(100, "code"), 2.0)
-    assert costs.expected(sample_of(100, "code")) == 2.0
-    assert costs.expected(sample_of(100, "sums")) == ExpectedCosts().expected(sample_of(100, "sums")) < 2.0
-
-
-def test_one_outlier_does_not_change_the_expectation_much_but_many_do() -> None:
-    costs = ExpectedCosts()
-    costs.learn(sample_of(100), 1.0)
-    costs.learn(sample_of(100), 10.0)
-    assert 1.0 < costs.expected(sample_of(100)) < 2.0
-    for _ in range(200):
-        costs.learn(sample_of(100), 10.0)
-    assert 9.0 < costs.expected(sample_of(100)) <= 10.0
+def test_longer_answers_of_a_source_are_expected_to_cost_more() -> None:
+    manager = manager_of(FakeGroup())
+    assert 0 < manager.expected_s(sample_of(1)) < manager.expected_s(sample_of(100))
+    manager.learn_cost(sample_of(100, "code"), 2.0)
+    assert manager.expected_s(sample_of(100, "code")) == 2.0
+    assert manager.expected_s(sample_of(1, "code")) < manager.expected_s(sample_of(9, "code")) < 2.0
 
 
 # On Ray

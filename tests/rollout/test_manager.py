@@ -6,12 +6,13 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from practicum.errors import RolloutError, TrainingError, WorkerDied, WorkerError
-from practicum.rollout.manager import ExpectedLengths, RolloutManager
+from practicum.rollout.manager import RolloutManager
 from practicum.rollout.replica import RolloutReplica
 from practicum.types import PromptGroup
 from tests.rollout.replicas import ScriptedReplica, answer_to, assert_right, groups_of, in_a_loop, written
@@ -74,15 +75,28 @@ def test_the_longest_are_begun_first() -> None:
     assert [group.id for group in own.given[:4]] == ["4", "5", "6", "7"]
 
 
-def test_lengths_are_learnt_by_source() -> None:
-    lengths = ExpectedLengths()
-    (group,) = groups_of(1, 100)
-    (trajectory,) = group.trajectories
-    assert lengths.expected(group, trajectory) == 100
-    lengths.learn(answer_to(group, trajectory))
-    assert lengths.expected(group, trajectory) == 2
-    trajectory.add(answer_to(group, trajectory))  # what is written already does not count
-    assert lengths.expected(group, trajectory) == 1
+def test_what_is_written_of_an_answer_already_does_not_count_to_its_length() -> None:
+    own, groups = ScriptedReplica(0, pace=1), groups_of(6)
+    for group in groups[:3]:
+        group.trajectories[0].add(replace(answer_to(group, group.trajectories[0]), finish_reason="abort"))
+    write(groups, own, window=2)
+    assert [group.id for group in own.given[:3]] == ["3", "4", "5"]
+
+
+def test_sources_whose_answers_are_longer_are_begun_first() -> None:
+    own = ScriptedReplica(0, pace=1)
+    short, unknown = groups_of(4, 100), groups_of(8, 100)[4:]
+    for group in unknown:
+        group.prompt = replace(group.prompt, data_source="unknown")
+
+    async def run() -> None:
+        async with manager_of(own, window=2) as manager:
+            assert_right(await written(manager, groups_of(4, 100)))  # of the same source as the short ones
+            own.given.clear()
+            assert_right(await written(manager, [*short, *unknown]))
+
+    asyncio.run(run())
+    assert [group.id for group in own.given[:4]] == ["4", "5", "6", "7"]
 
 
 def test_what_is_finished_already_is_not_written_again() -> None:

@@ -24,6 +24,7 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 from practicum.controller import WorkerGroup
+from practicum.controller.averages import MovingAverages
 from practicum.errors import DeadlineError, RewardError, WorkerDied
 from practicum.reward.executors import Graded
 from practicum.reward.model_manager import RewardModelManager
@@ -43,31 +44,8 @@ _WORTH_A_CALL_S = 2e-3  # of grading
 _SENDING_S = 4e-5  # that sending a sample and its score takes
 _TURN_S = 2e-3  # so long grading may hold up the event loop
 _MANY, _HEAD = 512, 128
-_NEWEST_COUNTS = 0.05
 _UNKNOWN_S_PER_TOKEN = 1e-3  # it may be dear, so all workers get some of it
 _LEAST_S = 1e-7  # nothing is free: what were would all go to one worker
-
-
-class ExpectedCosts:
-    """Expected times to grade a sample, learnt from earlier samples of the same data source."""
-
-    def __init__(self) -> None:
-        self._s_per_token: dict[str, float] = {}
-
-    def expected(self, sample: Sample) -> float:
-        """Return seconds, in proportion to the length of the answer."""
-        return self._s_per_token.get(sample.prompt.data_source, _UNKNOWN_S_PER_TOKEN) * _size(sample)
-
-    def learn(self, sample: Sample, seconds: float) -> None:
-        source = sample.prompt.data_source
-        now = max(seconds, _LEAST_S) / _size(sample)
-        before = self._s_per_token.get(source)
-        self._s_per_token[source] = now if before is None else before + _NEWEST_COUNTS * (now - before)
-
-
-def _size(sample: Sample) -> int:
-    """A little of the cost is there for the shortest answer too."""
-    return 16 + len(sample.token_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +91,7 @@ class RewardLoopManager:
         self.asks_models = asks_models
         self.on_progress = on_progress
         self.close_s = close_s
-        self.costs = ExpectedCosts()
+        self._costs = MovingAverages()  # seconds a token, by data source
         self.load = [0.0] * workers.world_size  # expected seconds of what each worker has
         self.num_starts = 0
         self._workers = workers
@@ -160,6 +138,13 @@ class RewardLoopManager:
             if num_starts == self.num_starts:
                 await asyncio.to_thread(self.workers.restart)
                 self.num_starts += 1
+
+    def expected_s(self, sample: Sample) -> float:
+        """Return how long it takes to grade, by its length and what others of its source took."""
+        return self._costs.get(sample.prompt.data_source, _UNKNOWN_S_PER_TOKEN) * _size(sample)
+
+    def learn_cost(self, sample: Sample, seconds: float) -> None:
+        self._costs.add(sample.prompt.data_source, max(seconds, _LEAST_S) / _size(sample))
 
     def shares(self, requests: Sequence[_Request]) -> dict[int, list[_Request]]:
         """Share requests out among as many workers as it is worth calling, each with its share.
@@ -272,7 +257,7 @@ class GradingRound:
         """Begin with what has come, as soon as it is worth a call or nothing else is under way."""
         self._is_scheduled = False
         for request in self._unsent:
-            request.cost = self._manager.costs.expected(request.sample)
+            request.cost = self._manager.expected_s(request.sample)
         if self._manager.inline is not None:
             inline = [request for request in self._unsent if request.cost < _SENDING_S]
             if inline:
@@ -348,7 +333,7 @@ class GradingRound:
         for request, graded in finished:
             status = graded.score.status
             if graded.cache_hits == 0 and status == "ok":
-                self._manager.costs.learn(request.sample, graded.ran_s)
+                self._manager.learn_cost(request.sample, graded.ran_s)
             if status in ("timeout", "infra_error") and request.num_attempts < self._manager.retries:
                 request.num_attempts += 1
                 again.append(request)
@@ -384,6 +369,11 @@ class GradingRound:
             f"{len(failed)} of {len(self._requests)} samples could not be graded ({kinds}), more than "
             f"reward.max_failure_share={self._manager.max_failure_share:g} allows. The first: {failed[0].reason}."
         )
+
+
+def _size(sample: Sample) -> int:
+    """A little of the cost is there for the shortest answer too."""
+    return 16 + len(sample.token_ids)
 
 
 def _sent(sample: Sample) -> Sample:

@@ -27,12 +27,13 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
+from practicum.controller.averages import MovingAverages
 from practicum.controller.wire import split_batch
 from practicum.errors import PracticumError, RolloutError, TrainingError, WeightsGone, WorkerError
 from practicum.rollout.delivery import WeightDelivery
 from practicum.rollout.replica import RolloutReplica
 from practicum.rollout.worker import with_trajectories
-from practicum.types import PromptGroup, Sample, Trajectory
+from practicum.types import PromptGroup, Trajectory
 
 T = TypeVar("T")
 log = logging.getLogger("practicum.rollout")
@@ -41,7 +42,6 @@ _MORE_ATTEMPTS = 2
 _MOST_SESSIONS = 100_000
 _PARTS_PER_WORKER = 4
 _LEAST_ROOM = 1 / 16  # of a window: a worker with less is sent nothing, so that lists do not fall to pieces
-_NEWEST_COUNTS = 0.05
 _PING_EVERY_S = 30.0
 _ABORT_S = 60.0
 
@@ -116,23 +116,6 @@ class _Worker:
             self.add(part)
 
 
-class ExpectedLengths:
-    """Expects answers to be as long as others to prompts of the same source were."""
-
-    def __init__(self) -> None:
-        self._tokens: dict[str, float] = {}
-
-    def expected(self, group: PromptGroup, trajectory: Trajectory) -> float:
-        most = group.params.max_new_tokens
-        written = len(trajectory.last.token_ids) if trajectory.samples else 0
-        return max(1.0, min(most, self._tokens.get(group.prompt.data_source, most)) - written)
-
-    def learn(self, sample: Sample) -> None:
-        source, now = sample.prompt.data_source, float(len(sample.token_ids))
-        before = self._tokens.get(source)
-        self._tokens[source] = now if before is None else before + _NEWEST_COUNTS * (now - before)
-
-
 class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
     """`async for groups in manager.generate(prompt_groups)`.
 
@@ -157,7 +140,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
         self._window = window
         self._silence_s = silence_s
         self._delivery = delivery
-        self._lengths = ExpectedLengths()
+        self._lengths = MovingAverages()  # tokens of an answer, by data source
         self._numbers = itertools.count()
         self._workers = [_Worker(own, rank) for own in self.replicas for rank in range(own.num_workers)]
         self._calls: set[_Call] = set()
@@ -292,12 +275,18 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
             size = most if group.session is None else len(own)
             for start in range(0, len(own), size):
                 part = {trajectory.number: trajectory for trajectory in own[start : start + size]}
-                cost = self._lengths.expected(group, own[start])
+                cost = self._expected_tokens(group, own[start])
                 self._push(_Part(call, group, part, cost, next(self._numbers)))
         if (error := self._no_replica_left()) is not None:
             call.fail(error)
         self._dispatch()
         return call
+
+    def _expected_tokens(self, group: PromptGroup, trajectory: Trajectory) -> float:
+        """Return how many tokens an answer lacks, if it becomes as long as others to prompts of its source."""
+        most = group.params.max_new_tokens
+        written = len(trajectory.last.token_ids) if trajectory.samples else 0
+        return max(1.0, min(most, self._lengths.get(group.prompt.data_source, most)) - written)
 
     async def _end(self, call: _Call) -> None:
         """Abort what is left of a call. Does nothing when all is written."""
@@ -412,7 +401,7 @@ class RolloutManager(AbstractAsyncContextManager["RolloutManager"]):
             if not own.is_finished:  # the replica aborted it: any worker with room writes it
                 self._put_back(replace(part, open={own.number: own}), "abort")
                 continue
-            self._lengths.learn(own.last)
+            self._lengths.add(own.last.prompt.data_source, len(own.last.token_ids))
             call, group = part.call, part.group
             call.num_open[group.id] -= 1
             if not call.num_open[group.id]:

@@ -256,7 +256,7 @@ async def test_leaving_ends_though_the_engine_does_not_let_go(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 5)
-    assert "not let go of 2 answers within 0.01 s, to prompt p" in caplog.text
+    assert "not let go of 2 unfinished answers, to prompt p within 0.01 s" in caplog.text
     with pytest.raises(TimeoutError, match="not free"):  # it writes on
         async with engine.exclusive(timeout_s=0.01):
             pytest.fail("something is under way")
@@ -401,7 +401,7 @@ async def test_exclusive_blocks_keep_their_order_and_have_a_deadline() -> None:
             raise TimeoutError("mine")
     task = asyncio.create_task(engine.collect_samples([sequence_of(3)]))
     await engine.step()
-    with pytest.raises(TimeoutError, match=r"not free within 0\.01 s: 1 answers are not finished, to prompt p$"):
+    with pytest.raises(TimeoutError, match=r"not free within 0\.01 s; it has 1 unfinished answers, to prompt p$"):
         async with engine.exclusive(timeout_s=0.01):
             pytest.fail("something is under way")
     await engine.finish()
@@ -412,7 +412,7 @@ async def test_exclusive_blocks_keep_their_order_and_have_a_deadline() -> None:
 async def test_who_waits_for_the_engine_has_a_deadline_and_is_told_who_has_it() -> None:
     engine = FakeEngine()
     engine.wait_timeout_s = 0.01
-    late = r"not free within 0\.01 s: it is taken for new weights$"
+    late = r"not free within 0\.01 s; it is taken for new weights$"
     async with engine.exclusive("new weights"):
         for waiting in (collect(engine, groups_of(1)), new_weights(engine, 1)):
             with pytest.raises(TimeoutError, match=late):

@@ -27,7 +27,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable
 from collections.abc import Sequence as Items
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -246,9 +246,7 @@ class BaseRollout(ABC):
                     async with self._in_time():
                         await self._until(is_ready)
                 elif not came:
-                    await (
-                        arrived.wait()
-                    )  # its deadline is the caller's: `silence_s` of the manager, a client's patience
+                    await arrived.wait()  # the deadline is the caller's: the manager's `silence_s`, a client's own
                 arrived.clear()
                 if held and may_submit():
                     if aborted := [one for one in held if one.is_aborted]:
@@ -290,8 +288,7 @@ class BaseRollout(ABC):
                 await asyncio.wait([sequence.done for sequence in left], timeout=_LET_GO_TIMEOUT_S)
                 if late := [sequence for sequence in left if not sequence.done.done()]:
                     # Logged, not raised: that would replace what the caller was left by, such as its cancellation.
-                    what = "the engine has not let go of %d answers within %g s, to prompt %s"
-                    log.error(what, len(late), _LET_GO_TIMEOUT_S, ", ".join({one.prompt.id: None for one in late}))
+                    log.error("the engine has not let go of %s within %g s", _described(late), _LET_GO_TIMEOUT_S)
 
     @property
     def _holds_sequences(self) -> bool:
@@ -306,16 +303,14 @@ class BaseRollout(ABC):
             async with asyncio.timeout(timeout_s):
                 yield
         except TimeoutError:
-            busy = []
-            if self._turns[0] is not own:
-                busy.append(f"it is taken for {self._turns[0].purpose}")
+            why = f"the engine was not free within {timeout_s:g} s"
+            if self._turns and self._turns[0] is not own:
+                why += f"; it is taken for {self._turns[0].purpose}"
             elif self._num_generating:
-                busy.append(f"{self._num_generating} calls are generating")
+                why += f"; {self._num_generating} calls are generating"
             if self._under_way:
-                prompts = list({sequence.prompt.id: None for sequence in self._under_way})
-                named = ", ".join([*prompts[:_MOST_NAMED], *(["..."] if prompts[_MOST_NAMED:] else [])])
-                busy.append(f"{len(self._under_way)} answers are not finished, to prompt {named}")
-            raise TimeoutError(f"the engine was not free within {timeout_s:g} s: {'; '.join(busy)}") from None
+                why += f"; it has {_described(self._under_way)}"
+            raise TimeoutError(why) from None
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -328,6 +323,11 @@ class BaseRollout(ABC):
         for watcher in watchers:
             if not watcher.done():
                 watcher.set_result(None)
+
+
+def _described(sequences: Collection[Sequence]) -> str:
+    first = [*{sequence.prompt.id: None for sequence in sequences}][:_MOST_NAMED]
+    return f"{len(sequences)} unfinished answers, to prompt {', '.join(first)}"
 
 
 @dataclass(slots=True, eq=False)

@@ -504,7 +504,7 @@ def test_an_engine_that_is_not_free_in_time_is_503(
         status, told = ask(url, path, body or {"path": str(tiny_model)})
         engine.step(16)
         assert asking.result(WAIT_S)[0] == 200
-    assert status == 503 and told["error"]["message"].startswith("the engine was not free within 0.05 s: ")
+    assert status == 503 and told["error"]["message"].startswith("the engine was not free within 0.05 s; it has 1 ")
 
 
 def test_an_update_that_waits_for_another_one_in_vain_is_503(

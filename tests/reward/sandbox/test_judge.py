@@ -76,6 +76,7 @@ PASS = [
         "def f(): raise KeyError('k')",
         "try: f()\nexcept KeyError as error: assert 'k' in str(error)\nelse: assert False",
     ),
+    ("an assert that must not be reached", "def f(): raise KeyError", "try: f(); assert False\nexcept KeyError: pass"),
     (
         "own exceptions",
         "class E(ValueError): pass\ndef f(): raise E('k')",
@@ -261,9 +262,9 @@ def test_an_answer_that_does_not_load_is_named() -> None:
     ]
 
 
-def test_a_test_that_hands_over_what_cannot_be_is_unusable() -> None:
+def test_what_cannot_be_handed_over_fails_and_no_except_of_the_test_swallows_it() -> None:
     test = "import io\ntry:\n    assert f(io.StringIO('x')) == 1\nexcept Exception: pass"
-    assert judge("def f(x): return 1", test) == ["unusable", "it hands a StringIO to the answer"]
+    assert judge("def f(x): return 1", test) == ["failed", "Unusable: it hands a StringIO to the answer"]
 
 
 def test_killing_the_judge_proves_nothing() -> None:

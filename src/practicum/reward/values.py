@@ -18,14 +18,14 @@ def score_of(value: Any) -> Score:
     """
     if isinstance(value, Score):
         if value.value is None:
-            return value
+            return Score.failed(value.status, str(value.reason))
         stated = None if value.answer is None else str(value.answer)
-        return Score(float(value.value), parts=_parts(value.parts), answer=stated)
+        return Score(_float(value.value), parts=_parts(value.parts), answer=stated)
     if isinstance(value, Mapping):
         return _from_mapping(value)
     if not _is_number(value):
         raise ValueError(f"{_short(value)} is neither a number nor a Score")
-    return Score(float(value))
+    return Score(_float(value))
 
 
 def _from_mapping(fields: Mapping[str, Any]) -> Score:
@@ -44,9 +44,16 @@ def _parts(given: Any) -> dict[str, float]:
     if not isinstance(given, Mapping):
         raise ValueError(f"'parts' must map names to numbers, not be {_short(given)}")
     for name, value in given.items():
-        if not _is_number(value) or not math.isfinite(value):
+        if not _is_number(value) or not math.isfinite(_float(value)):
             raise ValueError(f"part {name!r} is {_short(value)}, not a number")
-    return {str(name): float(value) for name, value in given.items()}
+    return {str(name): _float(value) for name, value in given.items()}
+
+
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"{_short(value)} is no number of float32: {error}") from None
 
 
 def _is_number(value: Any) -> bool:

@@ -112,6 +112,7 @@ PASS = [
         "assert f('aab') == {'a': 2, 'b': 1} and f('aab')['a'] == 2 and g() == (1, 2) and g().a == 1",
     ),
     ("generators", "def f(n):\n    for i in range(n): yield i", "assert list(f(3)) == [0, 1, 2] and sum(f(4)) == 6"),
+    ("iterators", "def f(x): return sum(x)", "assert f(iter([1])) + f(map(int, '12')) + f(reversed((3, 4))) == 11"),
     (
         "callbacks",
         "def f(g, xs): return [g(x) for x in xs]",

@@ -181,6 +181,7 @@ def _foreign(given: ast.expr, values: dict[str, Any]) -> type | None:
             kind = getattr(values.get(module), name, None)
         case _:
             return None
-    if not isinstance(kind, type) or kind in _CROSSING or (kind.__module__, kind.__name__) in judge.VALUES:
+    iterates = isinstance(kind, type) and kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
+    if not isinstance(kind, type) or iterates or kind in _CROSSING or (kind.__module__, kind.__name__) in judge.VALUES:
         return None
     return kind

@@ -221,7 +221,7 @@ class Peer:
         return self.export(value)
 
     def export(self, value: Any) -> Any:
-        usual = isinstance(value, types.FunctionType | types.MethodType | types.GeneratorType)
+        usual = isinstance(value, types.FunctionType | types.MethodType | types.GeneratorType) or is_iterator(value)
         if self.guarded and not usual and not of_tests(value):
             raise Unusable(f"it hands a {type(value).__name__} to the answer")
         self.exported.append(value)
@@ -269,6 +269,11 @@ class Peer:
 
 def make_array(items: Any, dtype: str) -> Any:
     return __import__("numpy").array(items, dtype=dtype)
+
+
+def is_iterator(value: Any) -> bool:
+    """Return whether it is one of Python's own, such as of a list, `map` or `zip`."""
+    return type(value).__module__ in ("builtins", "itertools") and hasattr(type(value), "__next__")
 
 
 def of_tests(value: Any) -> bool:

@@ -99,7 +99,7 @@ class Rubric:
             if longest_s is not None and longest_s > config.timeout_s:
                 raise RewardError(
                     f"grader {term.name} may take {longest_s:g} s by its own options, longer than "
-                    f"reward.timeout_s={config.timeout_s:g}: what is merely wrong would count as a failure to grade. "
+                    f"reward.timeout_s={config.timeout_s:g}: what is merely slow would lose the tests it has passed. "
                     "Raise reward.timeout_s or lower the grader's limits."
                 )
 

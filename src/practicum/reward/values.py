@@ -8,6 +8,8 @@ from typing import Any, SupportsFloat
 
 from practicum.types import Score
 
+_LONGEST_REASON = 2000
+
 
 def score_of(value: Any) -> Score:
     """Read a `Score`, a number, or a mapping with a number under `score` and others that become parts, or with a
@@ -18,7 +20,7 @@ def score_of(value: Any) -> Score:
     """
     if isinstance(value, Score):
         if value.value is None:
-            return Score.failed(value.status, str(value.reason))
+            return Score.failed(value.status, _cut(str(value.reason), _LONGEST_REASON))
         stated = None if value.answer is None else str(value.answer)
         return Score(_float(value.value), parts=_parts(value.parts), answer=stated)
     if isinstance(value, Mapping):
@@ -31,7 +33,7 @@ def score_of(value: Any) -> Score:
 def _from_mapping(fields: Mapping[str, Any]) -> Score:
     status = fields.get("status", "ok")
     if status != "ok":
-        return Score.failed(status, str(fields.get("reason", "")))
+        return Score.failed(status, _cut(str(fields.get("reason", "")), _LONGEST_REASON))
     if "score" not in fields:
         raise ValueError(f"{_short(fields)} has no 'score'")
     others = {name: value for name, value in fields.items() if name not in ("score", "parts", "status", "reason")}
@@ -62,5 +64,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else text[:100] + " ..."
+    return _cut(repr(value), 100)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[:most] + " ..."

@@ -183,6 +183,9 @@ UNUSABLE = [
     ("with C() as x: assert x == 3", "enters C"),
     ("match f():\n    case P(x=1): pass\n    case _: assert 0", "matches P"),
     ("assert issubclass(P, Q)", "asks for the bases of P"),
+    ("x = f()\nassert type(x) is P", "compares a type with P"),
+    ("assert f.__name__ == 'f'", "asks for f.__name__"),
+    ("import inspect\nassert len(inspect.signature(f).parameters) == 1", "inspects f"),
 ]
 
 
@@ -224,6 +227,7 @@ def test_a_test_that_no_answer_or_any_answer_passes_is_refused(test: str, why: s
         "try:\n    f()\nexcept ValueError: pass\nelse: assert 0",
         "assert P(1) == P(1) and isinstance(P(1), P) and sorted([P(2), P(1)])",
         "with open('x', 'w') as file: assert f() == 1",
+        "assert type(f(1)) is list and type(f(2)) == type(f(3)) and f(4).__class__",
     ],
 )
 def test_usual_tests_are_usable(test: str) -> None:

@@ -66,6 +66,7 @@ VALUES = [
     Bad("a mapping with text as score", "return {'score': '1'}", "invalid"),
     Bad("a mapping with an infinite score", "return {'score': 1e300}", "invalid"),
     Bad("a mapping of an unknown status", "return {'status': 'good', 'score': 1}", "invalid"),
+    Bad("a reason without end", "return {'status': 'invalid', 'reason': 'x' * (1 << 24)}", "invalid"),
     Bad("a mapping that fails", "class M(UserDict):\n    def get(self, *a): raise KeyError\nreturn M(score=1)", "invalid"),
     Bad("parts that are no numbers", "return {'score': 1.0, 'parts': {'a': 'b'}}", "invalid"),
     Bad("parts that are infinite", "return {'score': 1.0, 'parts': {'a': math.inf}}", "invalid"),

@@ -102,6 +102,11 @@ PASS = [
         POINT + "def total(points): return sum(p.x for p in points)",
         "assert total([Point(1), Point(2)]) == 3",
     ),
+    (
+        "objects in sets and as keys",
+        POINT + "    def __hash__(self): return self.x",
+        "assert len({Point(1), Point(1), Point(2)}) == 2 and {Point(1): 5}[Point(1)] == 5 and Point(1) in {Point(1)}",
+    ),
     ("setting attributes", POINT, "p = Point(1)\np.x = 7\nassert p.x == 7"),
     (
         "kinds of dict and tuple",
@@ -220,6 +225,7 @@ FAKES = [
         "import builtins\nbuiltins.AssertionError = Warning\ndef f(): return 2",
         "assert f() == 1",
     ),
+    ("has the hash of everything", ANYTHING + "def f(): return Anything()", "assert f() in {0: 'x'}"),
     ("hides the asserts", "def f(): return []", "for x in f(): assert x == 1"),
     ("hands out eval", "f = eval\ndef g(): return '__import__(\"os\")._exit(0)'", "assert f(g()) == 1"),
     (

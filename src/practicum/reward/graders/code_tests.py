@@ -15,6 +15,16 @@ from practicum.reward.sandbox import judge
 
 _CROSSING = {*judge.SCALARS, *judge.CONTAINERS, dict, bytes, bytearray, complex, type}
 _NOT_IMPORTED_HERE = {"this", "antigravity", "idlelib", "turtle", "tkinter", "turtledemo", "__main__"}
+_OF_CLASSES = {
+    "__name__",
+    "__qualname__",
+    "__doc__",
+    "__module__",
+    "__annotations__",
+    "__dict__",
+    "__mro__",
+    "__bases__",
+}
 _EXPECTS_ERRORS = {"raises", "assertRaises", "assertRaisesRegex", "suppress"}
 
 
@@ -122,11 +132,22 @@ def _what_cannot_cross(tree: ast.Module, theirs: set[str]) -> Iterator[str]:
                 yield from (f"catches {name}" for name in _rooted(arguments, theirs))
             case ast.Call(func=ast.Name(id="issubclass"), args=arguments):
                 yield from (f"asks for the bases of {name}" for name in _rooted(arguments, theirs))
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="inspect" | "dataclasses")), args=arguments):
+                yield from (f"inspects {name}" for name in _rooted(arguments, theirs))
+            case ast.Compare(left=left, comparators=others) if any(map(_is_type_of, (left, *others))):
+                kinds = [kind for kind in (left, *others) if not isinstance(kind, ast.Call)]
+                yield from (f"compares a type with {name}" for name in _rooted(kinds, theirs))
+            case ast.Attribute(value=ast.Name() as owner, attr=name) if name in _OF_CLASSES:
+                yield from (f"asks for {of}.{name}" for of in _rooted([owner], theirs))
         if isinstance(node, ast.Call) and any(_rooted([node.func], theirs)):
             for given in [*node.args, *(keyword.value for keyword in node.keywords)]:
                 foreign = _foreign(given, values)
                 if foreign is not None:
                     yield f"hands a {foreign.__name__} to the answer"
+
+
+def _is_type_of(expression: ast.expr) -> bool:
+    return isinstance(expression, ast.Call) and isinstance(expression.func, ast.Name) and expression.func.id == "type"
 
 
 def _rooted(expressions: list[ast.expr], names: set[str]) -> Iterator[str]:

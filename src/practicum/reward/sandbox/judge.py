@@ -81,7 +81,7 @@ class Handle:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash(self._base_) if self._base_ is not None else hash(self._number_)
+        return hash(self._base_ if self._base_ is not None else self._peer_.ask("operator", "hash", self))
 
     def __iter__(self) -> Any:
         return self._peer_.ask("operator", "iter", self)
@@ -110,9 +110,9 @@ def reflected(name: str) -> Callable[..., Any]:
 ARITHMETIC = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
 ARITHMETIC += ["and_", "or_", "xor", "lshift", "rshift"]
 BUILTIN = ["len", "iter", "next", "str", "repr", "int", "float", "bool", "abs", "round", "format"]
-BUILTIN += ["reversed", "isinstance"]
+BUILTIN += ["reversed", "isinstance", "hash"]
 for _name in [*BUILTIN, "neg", "pos", "invert", "getitem", "setitem", "delitem", "index"]:
-    if _name not in ("iter", "isinstance"):
+    if _name not in ("iter", "isinstance", "hash"):
         setattr(Handle, f"__{_name}__", unary(_name))
 for _name in [*ARITHMETIC, "lt", "le", "gt", "ge"]:
     setattr(Handle, f"__{_name.strip('_')}__", binary(_name))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -138,7 +139,7 @@ def test_a_list_goes_on_until_nobody_waits_for_any_of_it() -> None:
 
 
 class FailsOn(IsolatedGrader):
-    """Fails as the text says, on an answer or, with `TRUTH`, whatever the answer."""
+    """Fails as the answer or the ground truth says."""
 
     def grade(self, sample: Sample) -> Score:
         what = f"{sample.text} {sample.prompt.answer}"
@@ -148,10 +149,14 @@ class FailsOn(IsolatedGrader):
             os._exit(3)
         if "raise" in what:
             raise RecursionError
+        if "die" in what:
+            os.kill(os.getpid(), signal.SIGKILL)
         return Score(1.0)
 
 
-@pytest.mark.parametrize(("what", "status"), [("hang", "timeout"), ("crash", "invalid"), ("raise", "invalid")])
+@pytest.mark.parametrize(
+    ("what", "status"), [("hang", "timeout"), ("crash", "invalid"), ("raise", "invalid"), ("die", "infra_error")]
+)
 def test_an_answer_on_which_a_grader_of_ours_fails_is_a_zero_unless_its_prompt_is_to_blame(
     what: str, status: str
 ) -> None:

@@ -172,7 +172,7 @@ class ProcessExecutor:
             if len(samples) > 1:
                 return await self._each_alone(samples)
             score = Score.failed(_STATUS[failure.kind], failure.reason)
-            if failure.kind != "lost" and await self._is_to_blame(samples[0]):
+            if await self._is_to_blame(samples[0]):
                 score = Score(0.0)
             return [Graded(score, begun_at - asked_at + failure.waited_s, failure.ran_s)]
         except ConnectionError as error:  # of the limits

@@ -10,7 +10,6 @@ trajectory and a sample are known by their ids, wherever they are.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ScoreStatus = Literal["ok", "invalid", "timeout", "infra_error"]
+FLOAT32_MAX = 3.4028234663852886e38  # learners compute with float32, where what is larger is infinite
 SCORE_STATUSES: tuple[ScoreStatus, ...] = ("ok", "invalid", "timeout", "infra_error")
 
 
@@ -344,8 +344,8 @@ class Score:
     def __post_init__(self) -> None:
         if self.status not in SCORE_STATUSES:
             raise ValueError(f"score status {self.status!r} is not one of {', '.join(SCORE_STATUSES)}")
-        if self.status == "ok" and (self.value is None or not math.isfinite(self.value)):
-            raise ValueError(f"a score with status ok needs a finite value, not {self.value}")
+        if self.status == "ok" and (self.value is None or not abs(self.value) <= FLOAT32_MAX):
+            raise ValueError(f"a score with status ok needs a finite value of float32, not {self.value}")
         if self.status != "ok" and self.value is not None:
             raise ValueError(f"a score with status {self.status} has no value, not {self.value}")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import pytest
 from practicum.errors import ProcessError
 from practicum.processes import JobFailed, ProcessPool, Work
 from practicum.processes import pool as pool_module
-from practicum.processes.work import Limits
+from practicum.processes.work import Limits, packed
 from tests.processes.works import (
     AsyncTricks,
     CannotPrepare,
@@ -195,6 +197,104 @@ def test_a_process_that_leaks_is_replaced_before_it_runs_out() -> None:
             assert 3 <= len(set(pids)) <= 6
 
     run(test)
+
+
+@pytest.mark.parametrize("what", ["fork_and_return", "fork_and_raise"])
+def test_a_job_is_answered_by_the_process_that_was_asked_and_not_by_a_copy(what: str) -> None:
+    async def test() -> None:
+        async with pool_of(Tricks(), size=2) as pool:
+            results = await asyncio.gather(*(outcome(pool, what, float(n)) for n in range(100)))
+            assert results == [float(n) for n in range(100)]
+
+    run(test)
+
+
+def test_a_copy_of_a_process_with_coroutines_answers_nothing_either() -> None:
+    async def test() -> None:
+        async with pool_of(AsyncTricks(), capacity=16) as pool:
+            jobs = [("fork_and_return", float(n)) if n % 3 else ("nap", 0.01 * n) for n in range(60)]
+            results = await asyncio.gather(*(outcome(pool, *job) for job in jobs))
+            assert results == [argument for _, argument in jobs]
+
+    run(test)
+
+
+def test_a_copy_that_stays_ends_with_its_process_which_is_replaced(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with pool_of(Tricks()) as pool:
+            pid = await outcome(pool, "fork_and_stay", str(tmp_path / "pid"))
+            assert await outcome(pool, "pid") != pid
+            # It may have been killed before it could say so.
+            assert not (tmp_path / "pid").exists() or await gone(await pids_in(tmp_path / "pid"))
+
+    run(test)
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("what", "argument", "num_jobs"),
+    [("leak_threads", 6, 30), ("leak_threads", 1, 100), ("leak_files", 60, 30), ("lower_limits", None, 5)],
+)
+def test_a_process_is_worn_by_what_jobs_leave_and_replaced_before_it_costs_one(
+    what: str, argument: Any, num_jobs: int, few_files: None
+) -> None:
+    async def test() -> None:
+        async with pool_of(Tricks(), memory_mb=128) as pool:
+            pids = [await outcome(pool, what, argument) for _ in range(num_jobs)]
+            assert all(isinstance(pid, int) for pid in pids), pids
+            assert 1 < len(set(pids)) <= num_jobs
+
+    run(test)
+
+
+def test_coroutines_wear_a_process_too() -> None:
+    async def test() -> None:
+        async with pool_of(AsyncTricks(), memory_mb=128, capacity=4) as pool:
+            pids = await asyncio.gather(*(outcome(pool, "leak_threads", 3) for _ in range(40)))
+            assert all(isinstance(pid, int) for pid in pids), pids
+            assert len(set(pids)) > 1
+
+    run(test)
+
+
+def test_an_alarm_that_a_job_leaves_does_not_ring_in_the_next() -> None:
+    async def test() -> None:
+        async with pool_of(Tricks()) as pool:
+            await outcome(pool, "set_alarm", 0.1)
+            assert await outcome(pool, "nap", 0.3) == 0.3
+
+    run(test)
+
+
+@pytest.mark.parametrize("data", [b"x" * 64, b"\0" * 8, b"\0" * 7 + b"\4none", packed((1 << 60, True, 5.0, False))])
+def test_what_a_job_writes_to_its_connection_is_no_result(data: bytes) -> None:
+    async def test() -> None:
+        async with pool_of(Tricks()) as pool:
+            kind, _ = await outcome(pool, "write_everywhere", data, timeout_s=2.0)
+            assert kind in ("crashed", "timeout", "lost")
+            assert await outcome(pool, "square", 3) == 9
+
+    run(test)
+
+
+def test_what_jobs_print_is_kept_up_to_a_limit_and_the_rest_is_counted(capfd: pytest.CaptureFixture[str]) -> None:
+    async def test() -> None:
+        async with pool_of(Tricks(), size=2) as pool:
+            assert await asyncio.gather(*(outcome(pool, "print_much", 4) for _ in range(4))) == [4] * 4
+
+    run(test)
+    printed = capfd.readouterr().err
+    assert "    | first words\n" in printed
+    assert len(printed) < 80 << 10
+    told = re.search(r"\.\.\. and ([\d,]+) bytes more", printed)
+    assert told is not None and int(told[1].replace(",", "")) > 15 << 20
 
 
 def test_results_and_jobs_larger_than_a_socket_buffer() -> None:
@@ -372,7 +472,7 @@ OWNER = """
 import asyncio, os, sys
 sys.path[:0] = {paths!r}
 from practicum.processes import ProcessPool
-from practicum.processes.work import Limits
+from practicum.processes.work import Limits, packed
 from tests.processes.works import Tricks
 
 async def main():

@@ -138,6 +138,6 @@ def test_children_do_not_outlive_a_killed_server() -> None:
 
 def test_a_failure_to_get_ready_is_told() -> None:
     server = Server(CannotPrepare())
-    assert server.hear() == ("failed", "FileNotFoundError: no such schema (works.py, line 200)")
+    assert server.hear() == ("failed", "FileNotFoundError: no such schema (works.py, line 258)")
     assert server.process.wait(10) == 0
     server.connection.close()

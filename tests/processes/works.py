@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -76,6 +77,57 @@ class Tricks(Work):
     def leak(self, megabytes: int) -> int:
         self.leaked.append(bytearray(os.urandom(1 << 20)) * megabytes)
         return os.getpid()
+
+    def leak_threads(self, num: int) -> int:
+        for _ in range(num):
+            threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+        return os.getpid()
+
+    def leak_files(self, num: int) -> int:
+        for _ in range(num):
+            os.open("/dev/null", os.O_RDONLY)
+        return os.getpid()
+
+    def lower_limits(self, _: object) -> int:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        return os.getpid()
+
+    def set_alarm(self, seconds: float) -> int:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        return os.getpid()
+
+    def fork_and_return(self, value: float) -> float:
+        """Both come back, the copy first."""
+        pid = os.fork()
+        if pid == 0:
+            return -1.0
+        time.sleep(0.005)
+        return value
+
+    def fork_and_raise(self, value: float) -> float:
+        if os.fork() == 0:
+            raise KeyboardInterrupt
+        time.sleep(0.005)
+        return value
+
+    def fork_and_stay(self, path: str) -> int:
+        """A copy that goes on for ever."""
+        if os.fork() == 0:
+            self.say_and_hang(path)
+        return os.getpid()
+
+    def write_everywhere(self, data: bytes) -> float:
+        for fd in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(fd, data)
+        time.sleep(60)
+        return 1.0
+
+    def print_much(self, megabytes: int) -> int:
+        print("first words")
+        for _ in range(megabytes):
+            print("x" * (1 << 20))
+        return megabytes
 
     def close_sockets(self, seconds: float) -> float:
         os.closerange(3, 256)
@@ -154,6 +206,12 @@ class AsyncTricks(Tricks):
         while self.num_met < num:
             await asyncio.sleep(0.01)
         return self.num_met
+
+    async def async_fork_and_return(self, value: float) -> float:
+        return self.fork_and_return(value)
+
+    async def async_leak_threads(self, num: int) -> int:
+        return self.leak_threads(num)
 
     async def async_block(self, _: object) -> None:
         await asyncio.sleep(0.05)

@@ -1,15 +1,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
 
+from practicum import Sample
 from practicum.config import LimitsConfig
 from practicum.processes import Limits, ProcessPool
 from practicum.reward.client import RewardClient, Target
 from practicum.reward.executors import GradingWork, HttpExecutor, InlineExecutor, ProcessExecutor
+from practicum.reward.graders.base import Grader, IsolatedGrader
 from practicum.reward.graders.exact import Exact
 from practicum.reward.graders.function import UserFunction
 from practicum.reward.graders.probe import probe_function
@@ -20,14 +28,25 @@ from tests.reward.builders import function, samples_of, target
 from tests.reward.fakes import FakeService, run
 
 
-async def pool_for(name: str, size: int = 2) -> ProcessPool:
-    pool = ProcessPool(
-        GradingWork({0: UserFunction(function=function(name), shape=probe_function(function(name)))}),
-        size=size,
-        limits=Limits(256 << 20),
-    )
+def grader_of(name: str) -> UserFunction:
+    return UserFunction(function=function(name), shape=probe_function(function(name)))
+
+
+async def pool_for(grader: Grader, size: int = 2) -> ProcessPool:
+    pool = ProcessPool(GradingWork({0: grader}), size=size, limits=Limits(256 << 20))
     await pool.start()
     return pool
+
+
+@asynccontextmanager
+async def executor_of(
+    grader: UserFunction | IsolatedGrader, timeout_s: float = 5.0, size: int = 2, limits: LimitClient | None = None
+) -> AsyncIterator[ProcessExecutor]:
+    pool = await pool_for(grader, size)
+    try:
+        yield ProcessExecutor(pool, 0, grader, timeout_s, limits)
+    finally:
+        await pool.close()
 
 
 def test_a_rule_that_raises_is_invalid() -> None:
@@ -45,8 +64,9 @@ def test_a_rule_that_raises_is_invalid() -> None:
 
 def test_what_becomes_of_a_job_is_a_status() -> None:
     async def test() -> None:
-        pool = await pool_for("misbehaves")
-        executor = ProcessExecutor(pool, 0, 1.0, None)
+        grader = grader_of("misbehaves")
+        pool = await pool_for(grader)
+        executor = ProcessExecutor(pool, 0, grader, 1.0, None)
         texts = ["fine", "raise", "exit", "segfault", "hang", "die", "allocate"]
         graded = await asyncio.gather(*(executor.grade(sample) for sample in samples_of(*texts)))
         assert [one.score.status for one in graded] == [
@@ -67,14 +87,12 @@ def test_what_becomes_of_a_job_is_a_status() -> None:
 
 def test_samples_that_come_together_are_one_list() -> None:
     async def test() -> None:
-        pool = await pool_for("how_many_at_once")
-        executor = ProcessExecutor(pool, 0, 5.0, None, takes_list=True)
-        first = await asyncio.gather(*(executor.grade(sample) for sample in samples_of(*"abcde")))
-        second = await asyncio.gather(*(executor.grade(sample) for sample in samples_of(*"ab")))
-        assert [one.score.value for one in (*first, *second)] == [5.0] * 5 + [2.0] * 2
-        many = await asyncio.gather(*(executor.grade(sample) for sample in samples_of(*"x" * 100)))
-        assert max(one.score.value or 0.0 for one in many) == 32.0  # so that all processes have something to do
-        await pool.close()
+        async with executor_of(grader_of("how_many_at_once")) as executor:
+            first = await asyncio.gather(*(executor.grade(sample) for sample in samples_of(*"abcde")))
+            second = await asyncio.gather(*(executor.grade(sample) for sample in samples_of(*"ab")))
+            assert [one.score.value for one in (*first, *second)] == [5.0] * 5 + [2.0] * 2
+            many = await asyncio.gather(*(executor.grade(sample) for sample in samples_of(*"x" * 100)))
+            assert max(one.score.value or 0.0 for one in many) == 32.0  # so that all processes have something to do
 
     run(test)
 
@@ -82,30 +100,71 @@ def test_samples_that_come_together_are_one_list() -> None:
 def test_one_sample_of_a_list_that_cannot_be_graded_costs_the_others_nothing() -> None:
     async def test() -> None:
         for name, status in (("raises_on_one_of_many", "invalid"), ("hangs_on_one_of_many", "timeout")):
-            pool = await pool_for(name)
-            executor = ProcessExecutor(pool, 0, 0.5, None, takes_list=True)
-            graded = await asyncio.gather(*(executor.grade(sample) for sample in samples_of(*"0123")))
-            assert [one.score.status for one in graded] == ["ok", status, "ok", "ok"]
-            await pool.close()
+            async with executor_of(grader_of(name), 0.5) as executor:
+                graded = await asyncio.gather(*(executor.grade(sample) for sample in samples_of(*"0123")))
+                assert [one.score.status for one in graded] == ["ok", status, "ok", "ok"]
 
     run(test)
 
 
+def test_a_wrong_number_of_scores_is_told_once_with_the_function_and_both_numbers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> None:
+        async with executor_of(grader_of("one_for_all")) as executor:
+            for _ in range(2):
+                graded = await asyncio.gather(*(executor.grade(sample) for sample in samples_of(*"0123")))
+                assert [one.score.value for one in graded] == [1.0] * 4  # of each alone
+
+    run(test)
+    (told,) = [record.getMessage() for record in caplog.records if "practicum.reward" in record.name]
+    assert function("one_for_all") in told and "returned 1 scores for 4 samples" in told
+
+
 def test_a_list_goes_on_until_nobody_waits_for_any_of_it() -> None:
     async def test() -> None:
-        pool = await pool_for("how_many_at_once")
-        executor = ProcessExecutor(pool, 0, 5.0, None, takes_list=True)
-        one, two = (asyncio.create_task(executor.grade(sample)) for sample in samples_of("a", "b"))
-        await asyncio.sleep(0)
-        one.cancel()
-        assert (await two).score.value == 2.0
-        both = [asyncio.create_task(executor.grade(sample)) for sample in samples_of("a", "b")]
-        for _ in range(3):
+        async with executor_of(grader_of("how_many_at_once")) as executor:
+            one, two = (asyncio.create_task(executor.grade(sample)) for sample in samples_of("a", "b"))
             await asyncio.sleep(0)
-        for task in both:
-            task.cancel()
-        await asyncio.wait(both)
-        await pool.close()
+            one.cancel()
+            assert (await two).score.value == 2.0
+            both = [asyncio.create_task(executor.grade(sample)) for sample in samples_of("a", "b")]
+            for _ in range(3):
+                await asyncio.sleep(0)
+            for task in both:
+                task.cancel()
+            await asyncio.wait(both)
+
+    run(test)
+
+
+class FailsOn(IsolatedGrader):
+    """Fails as the answer or the ground truth says."""
+
+    def grade(self, sample: Sample) -> Score:
+        what = f"{sample.text} {sample.prompt.answer}"
+        if "hang" in what:
+            time.sleep(60)
+        if "crash" in what:
+            os._exit(3)
+        if "raise" in what:
+            raise RecursionError
+        if "die" in what:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Score(1.0)
+
+
+@pytest.mark.parametrize(
+    ("what", "status"), [("hang", "timeout"), ("crash", "invalid"), ("raise", "invalid"), ("die", "infra_error")]
+)
+def test_an_answer_on_which_a_grader_of_ours_fails_is_a_zero_unless_its_prompt_is_to_blame(
+    what: str, status: str
+) -> None:
+    async def test() -> None:
+        async with executor_of(FailsOn(), 0.5) as executor:
+            assert (await executor.grade(samples_of(what)[0])).score == Score(0.0)
+            assert (await executor.grade(samples_of("fine")[0])).score == Score(1.0)
+            assert (await executor.grade(samples_of("fine", truth=what)[0])).score.status == status
 
     run(test)
 
@@ -114,11 +173,12 @@ def test_limits_hold_for_functions_and_a_lost_keeper_is_an_infra_error(tmp_path:
     from tests.rewards import most_at_a_time
 
     async def test() -> None:
-        pool = await pool_for("records_overlap", size=6)
+        grader = grader_of("records_overlap")
+        pool = await pool_for(grader, size=6)
         file = tmp_path / "overlap"
         async with LimitKeeper(LimitsConfig(concurrency=2)) as keeper:
             limits = await LimitClient.connect(keeper.address)
-            executor = ProcessExecutor(pool, 0, 5.0, limits)
+            executor = ProcessExecutor(pool, 0, grader, 5.0, limits)
             samples = samples_of(*"x" * 12, file=str(file))
             graded = await asyncio.gather(*(executor.grade(sample) for sample in samples))
             assert {one.score.status for one in graded} == {"ok"}

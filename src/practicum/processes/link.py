@@ -76,11 +76,15 @@ class Channel:
             return False
         except OSError:
             data = b""
+        try:
+            messages = self._unpacker.feed(data)
+        except Exception:  # a job wrote to the connection, or its result cannot be read here
+            data = b""
         if not data:
             self.close()
             self._on_end()
             return False
-        for message in self._unpacker.feed(data):
+        for message in messages:
             if self._is_open:
                 self._on_message(message)
         return len(data) == _READ_BYTES

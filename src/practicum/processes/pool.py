@@ -207,6 +207,8 @@ class ProcessPool:
         process.channel.drain()  # what it has answered counts
         self._processes.discard(process)
         verdicts, jobs = process.verdicts, list(process.jobs.values())
+        if process.is_cut_off and len(jobs) == 1:
+            culprit = jobs[0].number  # whatever it has written over the number
         is_known = bool(verdicts) or culprit in process.jobs
         process.close()
         for job in reversed(jobs):

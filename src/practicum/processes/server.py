@@ -4,8 +4,9 @@ Started as `python -m practicum.processes.server FD`. It gets: `("fork",)` with 
 shared memory, `("kill", pid)`. It sends: `("ready", "")` or `("failed", why)`, then `("forked", pid)` in the order
 of the requests, and `("ended", pid, status)`.
 
-A process is killed with everything it has started: its group, its descendants, and what was cut loose from it, which
-Linux hands to the server as the nearest reaper. All of it ends when the pool closes the connection, however that comes.
+A process is killed with everything it has started: its group, its descendants, and what was cut loose from it, of which
+it is the nearest reaper, and after it the server. All of it ends when the pool closes the connection, however that
+comes. What processes print comes to the server, which passes on a bounded part of it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import select
 import signal
 import socket
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Collection
@@ -31,6 +33,51 @@ from practicum.processes.work import Limits, Unpacker, Work, packed, receive
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MOST_FDS = 64
+_MOST_PRINTED = 64 << 10  # bytes a minute
+_MINUTE_S = 60.0
+_MARGIN = b"    | "  # before each line of it, to tell it from the log around it
+
+
+class Output:
+    """What processes print, with a limit: the rest of a minute's output is left out, and how much that was is said."""
+
+    def __init__(self, target_fd: int = 2) -> None:
+        self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.reader, False)
+        self._target_fd = target_fd
+        self._began = time.monotonic()
+        self._num_kept = self._num_dropped = 0
+        self._is_line_start = True
+
+    def forward(self) -> bool:
+        """Pass on what has come. Return whether there was anything."""
+        try:
+            data = os.read(self.reader, 1 << 16)
+        except BlockingIOError:
+            return False
+        if time.monotonic() - self._began > _MINUTE_S:
+            self.tell_dropped()
+            self._began = time.monotonic()
+            self._num_kept = 0
+        kept = data[: _MOST_PRINTED - self._num_kept]
+        self._num_kept += len(kept)
+        self._num_dropped += len(data) - len(kept)
+        self._write(kept)
+        return True
+
+    def tell_dropped(self) -> None:
+        if self._num_dropped:
+            note = f"... and {self._num_dropped:,} bytes more in this minute, which are left out\n"
+            self._write((b"" if self._is_line_start else b"\n") + note.encode())
+        self._num_dropped = 0
+
+    def _write(self, data: bytes) -> None:
+        lines = data.splitlines(keepends=True)
+        margins = [self._is_line_start, *(line.endswith((b"\n", b"\r")) for line in lines[:-1])]
+        if lines:
+            self._is_line_start = lines[-1].endswith((b"\n", b"\r"))
+        with suppress(OSError):
+            os.write(self._target_fd, b"".join(_MARGIN * new + line for new, line in zip(margins, lines, strict=False)))
 
 
 class ForkServer:
@@ -40,6 +87,7 @@ class ForkServer:
         self._limits = limits
         self._children: set[int] = set()
         self._pid = os.getpid()
+        self._output = Output()
 
     def run(self) -> None:
         ring, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -47,7 +95,7 @@ class ForkServer:
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         unpacker = Unpacker()
         poll = select.poll()  # `select.select` cannot watch numbers from 1,024 on, and it has its from another process
-        for fd in (self._connection.fileno(), ring):
+        for fd in (self._connection.fileno(), ring, self._output.reader):
             poll.register(fd, select.POLLIN)
         try:
             while True:
@@ -55,6 +103,8 @@ class ForkServer:
                 if ring in ready:
                     os.read(ring, 4096)
                     self._reap()
+                if self._output.reader in ready:
+                    self._output.forward()
                 if self._connection.fileno() in ready:
                     try:
                         data, fds, _, _ = socket.recv_fds(self._connection, 1 << 16, _MOST_FDS)
@@ -69,6 +119,9 @@ class ForkServer:
                             self._kill(message[1])
         finally:
             self._end_all()
+            while self._output.forward():
+                pass
+            self._output.tell_dropped()
 
     def _send(self, *message: Any) -> None:
         self._connection.sendall(packed(message))
@@ -93,7 +146,10 @@ class ForkServer:
             if os.getppid() != self._pid:
                 os._exit(code)  # the server died before that could be said
             os.setsid()
+            _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # a daemon that a job starts is found among its children
             self._connection.close()
+            for fd in (1, 2):
+                os.dup2(self._output.writer, fd)
             serve(socket.socket(fileno=connection_fd), SharedNumber(current_fd), self._work.run, self._limits)
             code = 0
         except (BrokenPipeError, ConnectionResetError):
@@ -170,7 +226,10 @@ def main() -> None:
     try:
         os.chdir(folder)
         work, limits = pickle.loads(pickled)  # only now: its classes may be found on those paths
+        pid = os.getpid()
         work.prepare()
+        if os.getpid() != pid:
+            os._exit(0)  # a copy, forked by a module that was imported
     except BaseException as error:
         connection.sendall(packed(("failed", described(error))))
         return

@@ -37,6 +37,7 @@ class Work(ABC):
 
 _LENGTH = struct.Struct("!Q")
 _READ_BYTES = 1 << 18
+_MOST_BYTES = 1 << 40
 
 
 def packed(message: Any) -> bytes:
@@ -56,6 +57,8 @@ class Unpacker:
         start = 0
         while len(self._buffer) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer, start)
+            if length > _MOST_BYTES:
+                raise ValueError(f"a message of {length} bytes: this is no message")
             end = start + _LENGTH.size + length
             if len(self._buffer) < end:
                 break

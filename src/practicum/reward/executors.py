@@ -4,22 +4,25 @@
     process    functions, and graders that may hang or crash, in processes that can be killed
     HTTP       models and services, which are asked
 
-An executor never raises for what a sample or a grader does: it returns what came of it, with a status. Limits that all
-workers share hold for each request to a process or over HTTP.
+An executor never raises for what a sample or a grader does: it returns what came of it, with a status. Where one of the
+built-in graders fails on an answer, and can grade another one to the same prompt, the answer gets a zero: a model must
+not learn to be left out. Limits that all workers share hold for each request to a process or over HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from practicum.processes import JobFailed, ProcessPool, Work
 from practicum.reward.client import AskFailed, RewardClient
-from practicum.reward.graders.base import Grader, Rule
+from practicum.reward.graders.base import Grader, IsolatedGrader, Rule
+from practicum.reward.graders.function import UserFunction
 from practicum.reward.graders.remote import RemoteGrader
 from practicum.reward.limits import LimitClient, Permit
 from practicum.reward.rubric import graded_by_rule
@@ -32,6 +35,8 @@ _STATUS: dict[str, ScoreStatus] = {
     "lost": "infra_error",
 }
 _LONGEST_LIST = 32
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,20 +113,27 @@ class ProcessExecutor:
     """Grades each sample in a process of a pool.
 
     A function of a list gets the samples that come in one turn of the event loop together, up to `_LONGEST_LIST` of
-    them, and the time of one sample for the list. If it fails, each of them is graded alone, so that one that cannot be
-    graded does not cost the others their score.
+    them, and the time of one sample for the list. If it fails, or returns another number of scores, each of them is
+    graded alone, so that one that cannot be graded does not cost the others their score.
     """
 
     def __init__(
-        self, pool: ProcessPool, index: int, timeout_s: float, limits: LimitClient | None, *, takes_list: bool = False
+        self,
+        pool: ProcessPool,
+        index: int,
+        grader: UserFunction | IsolatedGrader,
+        timeout_s: float,
+        limits: LimitClient | None,
     ) -> None:
         self._pool = pool
         self._index = index
+        self._grader = grader
         self._timeout_s = timeout_s
         self._limits = limits
         # As many as there is room for and as many again ask for a permit, so that the next ones already wait for it.
         self._window = asyncio.Semaphore(2 * pool.num_at_once)
-        self._takes_list = takes_list
+        self._takes_list = isinstance(grader, UserFunction) and grader.shape.takes_list
+        self._has_complained = False
         self._open_list: _SampleList | None = None  # which takes more samples
 
     async def grade(self, sample: Sample) -> Graded:
@@ -158,15 +170,49 @@ class ProcessExecutor:
                 result = await self._pool.run((self._index, job), self._timeout_s)
         except JobFailed as failure:
             if len(samples) > 1:
-                alone = await asyncio.gather(*(self._run([sample], [sample]) for sample in samples))
-                return [graded for (graded,) in alone]
+                return await self._each_alone(samples)
             score = Score.failed(_STATUS[failure.kind], failure.reason)
+            if await self._is_to_blame(samples[0]):
+                score = Score(0.0)
             return [Graded(score, begun_at - asked_at + failure.waited_s, failure.ran_s)]
         except ConnectionError as error:  # of the limits
             return [Graded(Score.failed("infra_error", str(error)))] * len(samples)
         scores = result.value if isinstance(job, list) else [result.value]
+        if len(scores) != len(samples):
+            what = f"returned {len(scores)} scores for {len(samples)} samples"
+            self._complain(what)
+            if len(samples) > 1:
+                return await self._each_alone(samples)
+            scores = [Score.failed("invalid", what)]
         waited_s = begun_at - asked_at + result.waited_s
         return [Graded(score, waited_s, result.ran_s / len(samples)) for score in scores]
+
+    async def _each_alone(self, samples: list[Sample]) -> list[Graded]:
+        alone = await asyncio.gather(*(self._run([sample], [sample]) for sample in samples))
+        return [graded for (graded,) in alone]
+
+    def _complain(self, what: str) -> None:
+        if not self._has_complained:
+            assert isinstance(self._grader, UserFunction)
+            log.warning(
+                "the reward function %s %s: they are graded one by one. Return one score for each sample of the list, "
+                "in their order.",
+                self._grader.function,
+                what,
+            )
+        self._has_complained = True
+
+    async def _is_to_blame(self, sample: Sample) -> bool:
+        """Return whether a grader of ours that failed on this answer can grade another one to the same prompt."""
+        if not isinstance(self._grader, IsolatedGrader):
+            return False
+        try:
+            reference = replace(sample, text=self._grader.reference(sample.prompt))
+            async with self._window:
+                result = await self._pool.run((self._index, reference), self._timeout_s)
+        except (JobFailed, ValueError):  # a ground truth that cannot be used
+            return False
+        return isinstance(result.value, Score) and result.value.status == "ok"
 
 
 class HttpExecutor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from practicum.reward.graders.base import Grader, Rule
 from practicum.reward.graders.function import UserFunction
 from practicum.reward.graders.probe import probe_function
 from practicum.reward.graders.remote import OWN_MODEL, RemoteGrader
-from practicum.types import Prompt, Sample, Score
+from practicum.types import FLOAT32_MAX, Prompt, Sample, Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,7 @@ class Rubric:
             if longest_s is not None and longest_s > config.timeout_s:
                 raise RewardError(
                     f"grader {term.name} may take {longest_s:g} s by its own options, longer than "
-                    f"reward.timeout_s={config.timeout_s:g}: what is merely wrong would count as a failure to grade. "
+                    f"reward.timeout_s={config.timeout_s:g}: what is merely slow would lose the tests it has passed. "
                     "Raise reward.timeout_s or lower the grader's limits."
                 )
 
@@ -169,6 +168,6 @@ def combined(terms: Sequence[Term], scores: Sequence[Score]) -> Score:
         total += term.weight * score.value
         parts[term.name] = score.value
         parts.update({f"{term.name}/{name}": value for name, value in score.parts.items()})
-    if not math.isfinite(total):
+    if not abs(total) <= FLOAT32_MAX:
         return Score.failed("invalid", f"the weighted sum of {parts} is {total}")
     return Score(total, parts=parts, answer=next((score.answer for score in scores if score.answer), None))

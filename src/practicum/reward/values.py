@@ -8,6 +8,8 @@ from typing import Any, SupportsFloat
 
 from practicum.types import Score
 
+_LONGEST_REASON = 2000
+
 
 def score_of(value: Any) -> Score:
     """Read a `Score`, a number, or a mapping with a number under `score` and others that become parts, or with a
@@ -18,20 +20,20 @@ def score_of(value: Any) -> Score:
     """
     if isinstance(value, Score):
         if value.value is None:
-            return value
+            return Score.failed(value.status, _cut(str(value.reason), _LONGEST_REASON))
         stated = None if value.answer is None else str(value.answer)
-        return Score(float(value.value), parts=_parts(value.parts), answer=stated)
+        return Score(_float(value.value), parts=_parts(value.parts), answer=stated)
     if isinstance(value, Mapping):
         return _from_mapping(value)
     if not _is_number(value):
         raise ValueError(f"{_short(value)} is neither a number nor a Score")
-    return Score(float(value))
+    return Score(_float(value))
 
 
 def _from_mapping(fields: Mapping[str, Any]) -> Score:
     status = fields.get("status", "ok")
     if status != "ok":
-        return Score.failed(status, str(fields.get("reason", "")))
+        return Score.failed(status, _cut(str(fields.get("reason", "")), _LONGEST_REASON))
     if "score" not in fields:
         raise ValueError(f"{_short(fields)} has no 'score'")
     others = {name: value for name, value in fields.items() if name not in ("score", "parts", "status", "reason")}
@@ -44,9 +46,16 @@ def _parts(given: Any) -> dict[str, float]:
     if not isinstance(given, Mapping):
         raise ValueError(f"'parts' must map names to numbers, not be {_short(given)}")
     for name, value in given.items():
-        if not _is_number(value) or not math.isfinite(value):
+        if not _is_number(value) or not math.isfinite(_float(value)):
             raise ValueError(f"part {name!r} is {_short(value)}, not a number")
-    return {str(name): float(value) for name, value in given.items()}
+    return {str(name): _float(value) for name, value in given.items()}
+
+
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"{_short(value)} is no number of float32: {error}") from None
 
 
 def _is_number(value: Any) -> bool:
@@ -55,5 +64,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else text[:100] + " ..."
+    return _cut(repr(value), 100)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[:most] + " ..."

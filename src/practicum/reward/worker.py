@@ -215,9 +215,10 @@ class RewardLoopWorker(Worker):
         grader, is_async = term.grader, _pool_of(term)
         if is_async is not None:
             pool, timeout_s = self._pools[is_async], self._settings.timeout_s
-            if not isinstance(grader, UserFunction):
-                return ProcessExecutor(pool, index, timeout_s, None)  # our own graders ask nobody
-            return ProcessExecutor(pool, index, timeout_s, self._limits, takes_list=grader.shape.takes_list)
+            if isinstance(grader, UserFunction):
+                return ProcessExecutor(pool, index, grader, timeout_s, self._limits)
+            assert isinstance(grader, IsolatedGrader)
+            return ProcessExecutor(pool, index, grader, timeout_s, None)  # our own graders ask nobody
         grader.prepare()
         if isinstance(grader, RemoteGrader):
             assert self._client is not None

@@ -170,10 +170,107 @@ def test_a_ground_truth_that_cannot_be_used_is_refused(truth: Any, why: str) -> 
     assert score.status == "invalid" and score.value is None and "prompt-0" in score.reason
 
 
+UNUSABLE = [
+    ("import io\nassert f(io.StringIO('x')) == 1", "hands a StringIO to the answer"),
+    ("from threading import Thread\nt = Thread()\nassert f([t]) == 1", "hands a Thread to the answer"),
+    ("assert f(object())", "hands a object to the answer"),
+    ("class R(P): pass\nassert R().f() == 1", "subclasses P"),
+    ("from solution import P\nclass R(P): pass\nassert R().f() == 1", "subclasses P"),
+    ("try:\n    f()\n    assert 0\nexcept (KeyError, Mine):\n    pass", "catches Mine"),
+    ("import unittest\nunittest.TestCase().assertRaises(Mine, f)", "catches Mine"),
+    ("import asyncio\nassert asyncio.run(f(1)) == 2", "runs f in an event loop"),
+    ("async def g(): assert await f(1) == 2\nimport asyncio\nasyncio.run(g())", "awaits"),
+    ("with C() as x: assert x == 3", "enters C"),
+    ("match f():\n    case P(x=1): pass\n    case _: assert 0", "matches P"),
+    ("assert issubclass(P, Q)", "asks for the bases of P"),
+    ("x = f()\nassert type(x) is P", "compares a type with P"),
+    ("assert f.__name__ == 'f'", "asks for f.__name__"),
+    ("import inspect\nassert len(inspect.signature(f).parameters) == 1", "inspects f"),
+]
+
+
+@pytest.mark.parametrize(("test", "why"), UNUSABLE, ids=[why for _, why in UNUSABLE])
+def test_a_test_that_cannot_be_run_apart_is_refused_whatever_the_answer(test: str, why: str) -> None:
+    prompt = Prompt("p", text="?", answer=[test])
+    with pytest.raises(ValueError, match=f"test 0 {why}, which cannot.*tests: together"):
+        Code().check(prompt)
+    Code(tests="together").check(prompt)
+    for text in (RIGHT, "", "class f: pass"):
+        score = grade(text, [test])
+        assert score.status == "invalid" and why in score.reason
+
+
+@pytest.mark.parametrize(
+    ("test", "why"),
+    [
+        ("import pytest\nassert f() == 1", "imports pytest, which is not there"),
+        ("from main import f\nassert f() == 1", "imports main, which is not there"),
+        ("def test_f(tmp_path): assert f() == 1", r"has test_f\(tmp_path\), which is called without arguments"),
+        ("def check(candidate): assert candidate() == 1", "asserts only in functions or classes that nothing calls"),
+        ("class TestF:\n    def test_f(self): assert f() == 1", "asserts only in functions or classes"),
+    ],
+)
+def test_a_test_that_no_answer_or_any_answer_passes_is_refused(test: str, why: str) -> None:
+    for tests in ("apart", "together"):
+        with pytest.raises(ValueError, match=f"test 0 {why}"):
+            Code(tests=tests).check(Prompt("p", text="?", answer=[test]))
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "def check(candidate):\n    assert candidate(1) == 1\ncheck(f)",
+        "from solution import f\ndef test_f(n=1): assert f(n) == 1",
+        "try:\n    import pytest\nexcept ImportError: pass\nassert f() == 1",
+        "from fractions import Fraction\nfrom collections import deque\nassert f(Fraction(1, 2), deque([1]), range(3))",
+        "class Node:\n    pass\nassert f(Node(), lambda x: x) == 1",
+        "try:\n    f()\nexcept ValueError: pass\nelse: assert 0",
+        "assert P(1) == P(1) and isinstance(P(1), P) and sorted([P(2), P(1)])",
+        "with open('x', 'w') as file: assert f() == 1",
+        "assert type(f(1)) is list and type(f(2)) == type(f(3)) and f(4).__class__",
+    ],
+)
+def test_usual_tests_are_usable(test: str) -> None:
+    Code().check(Prompt("p", text="?", answer=[test]))
+
+
+def test_packages_of_the_tests_are_there_where_they_are_let_in() -> None:
+    prompt = Prompt("p", text="?", answer=["import numpy as np\nassert np.sum(f()) == 1"])
+    Code(packages=True).check(prompt)
+    with pytest.raises(ValueError, match="imports numpy, which is not there in the sandbox \\(see the option packages"):
+        Code().check(prompt)
+
+
 @isolated
-def test_a_test_that_cannot_be_run_apart_is_invalid_not_zero() -> None:
-    score = grade("def f(x): return 1", ["import io\nassert f(io.StringIO()) == 1"])
-    assert score.status == "invalid" and "test 0 cannot be run apart" in score.reason
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class add: pass",
+        "class add: pass\nraise SystemExit",
+        "class add: pass\nwhile True: pass",
+        "async def add(a, b): return 3",
+        "class sorted: pass\ndef add(a, b): return 4",
+        "class add(int): pass\n" + "(" * 3000,
+        "x" * (17 << 20),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_wrong_answer_cannot_choose_to_be_left_out(text: str) -> None:
+    score = grade(text, ["assert add(1, 2) == 3"], limits={"wall_s": 1, "cpu_s": 1})
+    assert score == Score(0.0, {"passed": 0.0, "total": 1.0})
+
+
+@isolated
+def test_what_an_answer_makes_a_test_hand_over_is_its_own_doing() -> None:
+    text = "def f(g): return g({}, 1)"  # a dict's items cannot cross, and no test means to pass them
+    score = grade(text, ["assert f(lambda x, y: getattr(x, 'items', lambda: 3)()) == 3"])
+    assert score.value == 0.0
+
+
+@isolated
+def test_numbers_too_large_for_a_comparison_are_wrong() -> None:
+    truth = {"inputs": [[]], "outputs": [1.5], "fn_name": "f"}
+    assert grade("def f(): return 10**400", truth, tolerance=0.1).value == 0.0
 
 
 def test_without_isolation_it_says_so_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,30 +293,25 @@ def test_good_ground_truths_are_accepted() -> None:
         Code().check(Prompt("p", text="?", answer=truth))
 
 
-CLASS = "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int"
-OWN_ERROR = "class Mine(Exception): pass\ndef f(): raise Mine('x')"
-CATCHES = "try:\n    f()\n    assert 0\nexcept Mine:\n    pass"
-MANAGER = "class C:\n    def __enter__(self): return 3\n    def __exit__(self, *e): pass"
-
-
 @isolated
 @pytest.mark.parametrize(
     ("text", "test"),
     [
-        (CLASS, "assert P(1) == P(1) and isinstance(P(1), P)"),
-        (OWN_ERROR, CATCHES),
+        (
+            "class Mine(Exception): pass\ndef f(): raise Mine('x')",
+            "try:\n    f()\n    assert 0\nexcept Mine:\n    pass",
+        ),
         ("class P:\n    def f(self): return 1", "class R(P): pass\nassert R().f() == 1"),
         ("async def f(x): return x + 1", "import asyncio\nassert asyncio.run(f(1)) == 2"),
-        (MANAGER, "with C() as x:\n    pass\nassert x == 3"),
+        (
+            "class C:\n    def __enter__(self): return 3\n    def __exit__(self, *e): pass",
+            "with C() as x:\n    pass\nassert x == 3",
+        ),
     ],
 )
-def test_what_cannot_cross_over_is_never_a_zero_and_can_be_run_together(text: str, test: str) -> None:
-    apart = grade(text, [test])
-    assert apart.value == 1.0 or (apart.status == "invalid" and "set the option tests: together" in apart.reason)
+def test_what_cannot_cross_over_can_be_run_together(text: str, test: str) -> None:
     assert grade(text, [test], tests="together").value == 1.0
-    broken = (
-        text.replace("    x: int", "    pass").replace("return", "raise ValueError or").replace("Mine('x')", "KeyError")
-    )
+    broken = text.replace("return", "raise ValueError or").replace("Mine('x')", "KeyError")
     assert grade(broken, [test], tests="together").value == 0.0
 
 

@@ -76,6 +76,7 @@ PASS = [
         "def f(): raise KeyError('k')",
         "try: f()\nexcept KeyError as error: assert 'k' in str(error)\nelse: assert False",
     ),
+    ("an assert that must not be reached", "def f(): raise KeyError", "try: f(); assert False\nexcept KeyError: pass"),
     (
         "own exceptions",
         "class E(ValueError): pass\ndef f(): raise E('k')",
@@ -101,6 +102,11 @@ PASS = [
         POINT + "def total(points): return sum(p.x for p in points)",
         "assert total([Point(1), Point(2)]) == 3",
     ),
+    (
+        "objects in sets and as keys",
+        POINT + "    def __hash__(self): return self.x",
+        "assert len({Point(1), Point(1), Point(2)}) == 2 and {Point(1): 5}[Point(1)] == 5 and Point(1) in {Point(1)}",
+    ),
     ("setting attributes", POINT, "p = Point(1)\np.x = 7\nassert p.x == 7"),
     (
         "kinds of dict and tuple",
@@ -111,6 +117,7 @@ PASS = [
         "assert f('aab') == {'a': 2, 'b': 1} and f('aab')['a'] == 2 and g() == (1, 2) and g().a == 1",
     ),
     ("generators", "def f(n):\n    for i in range(n): yield i", "assert list(f(3)) == [0, 1, 2] and sum(f(4)) == 6"),
+    ("iterators", "def f(x): return sum(x)", "assert f(iter([1])) + f(map(int, '12')) + f(reversed((3, 4))) == 11"),
     (
         "callbacks",
         "def f(g, xs): return [g(x) for x in xs]",
@@ -218,6 +225,7 @@ FAKES = [
         "import builtins\nbuiltins.AssertionError = Warning\ndef f(): return 2",
         "assert f() == 1",
     ),
+    ("has the hash of everything", ANYTHING + "def f(): return Anything()", "assert f() in {0: 'x'}"),
     ("hides the asserts", "def f(): return []", "for x in f(): assert x == 1"),
     ("hands out eval", "f = eval\ndef g(): return '__import__(\"os\")._exit(0)'", "assert f(g()) == 1"),
     (
@@ -261,9 +269,9 @@ def test_an_answer_that_does_not_load_is_named() -> None:
     ]
 
 
-def test_a_test_that_hands_over_what_cannot_be_is_unusable() -> None:
+def test_what_cannot_be_handed_over_fails_and_no_except_of_the_test_swallows_it() -> None:
     test = "import io\ntry:\n    assert f(io.StringIO('x')) == 1\nexcept Exception: pass"
-    assert judge("def f(x): return 1", test) == ["unusable", "it hands a StringIO to the answer"]
+    assert judge("def f(x): return 1", test) == ["failed", "Unusable: it hands a StringIO to the answer"]
 
 
 def test_killing_the_judge_proves_nothing() -> None:

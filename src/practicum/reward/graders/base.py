@@ -7,8 +7,8 @@ time. By its base it says where it works:
     IsolatedGrader   may hang, crash or eat memory: in a process that can be killed
     RemoteGrader     (remote.py) asks somebody over HTTP: many at once in the reward worker's event loop
 
-`grade` returns a `Score`; what cannot be graded is `Score.failed("invalid", why)`, never a zero. An exception becomes
-`invalid` too, with its words as the reason, so a grader need not catch what it does not expect.
+`grade` returns a `Score`. What cannot be graded because of its ground truth is `Score.failed("invalid", why)`, never a
+zero. Whatever an answer does to fail is a zero, never `invalid`: no answer chooses to be left out of the step.
 """
 
 from __future__ import annotations
@@ -44,5 +44,12 @@ class Rule(Grader):
 
 
 class IsolatedGrader(Grader):
+    """A grader in a process that can be killed. Where it hangs, crashes or raises on an answer, but grades `reference`,
+    the answer gets a zero."""
+
+    def reference(self, prompt: Prompt) -> str:
+        """Return the text of an answer that any usable ground truth can be compared with."""
+        return ""
+
     @abstractmethod
     def grade(self, sample: Sample) -> Score: ...

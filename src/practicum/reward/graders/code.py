@@ -10,21 +10,22 @@ The ground truth of a prompt is one of
 as lists and dicts or as the JSON text of them. In a block of test code, functions called `test_...` are run.
 
 Code that does not compile, crashes, hangs or meets a limit has failed that test: that is the answer's own doing. A
-sandbox that cannot be started is `infra_error`, a ground truth that cannot be used is `invalid`.
+sandbox that cannot be started is `infra_error`, a ground truth that cannot be used is `invalid`. Whether it can be used
+is decided from the ground truth alone, before the run and again here, so that no answer chooses to be left out.
 
 An answer cannot fake success. Expected outputs of programs and functions never enter the sandbox; they are compared
 outside. Tests of asserts run in another process than the answer, which sees neither the tests nor the verdict, so
 exiting early, printing "passed", patching built-ins or returning objects that equal everything do not help. The price:
 only plain data and handles cross over. An object of the answer's own class can be called, iterated, indexed and asked
 for attributes, and compared with another of its objects; compared, ordered, added or searched (`in`) against plain data
-it counts as different, unless it is a kind of list, dict, number or string. A test cannot subclass or catch the
-answer's classes. Not defended: a test that itself asks the answer for the verdict (`assert is_correct(3)`), answers
-that tell the tests by the arguments they get, and bugs of the interpreter.
+it counts as different, unless it is a kind of list, dict, number or string. A test that subclasses or catches the
+answer's classes, or does what else cannot cross over, is refused (code_tests.py). Not defended: a test that itself asks
+the answer for the verdict (`assert is_correct(3)`), answers that tell the tests by the arguments they get, and bugs of
+the interpreter.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import json
 import marshal
@@ -42,6 +43,7 @@ from pydantic import Field
 
 from practicum.errors import RewardError
 from practicum.reward.graders.base import IsolatedGrader
+from practicum.reward.graders.code_tests import problem_of
 from practicum.reward.sandbox import Limits, Outcome, Sandbox
 from practicum.reward.sandbox import box as sandbox_box
 from practicum.types import Prompt, Sample, Score
@@ -57,11 +59,6 @@ class Tests:
     stdins: list[bytes]
     harness: str | None  # None: the answer is a program of its own
     passed: Callable[[int, Outcome], bool]
-    blocks: list[str] | None = None  # the test code, where that is what they are
-
-
-class UnusableTest(ValueError):
-    pass
 
 
 class Code(IsolatedGrader):
@@ -74,9 +71,9 @@ class Code(IsolatedGrader):
     score: Literal["share", "all"] = "share"
     """share: the part of the tests that pass. all: 1 if every test passes, else 0; stops at the first that fails."""
     tests: Literal["apart", "together"] = "apart"
-    """apart: asserts run in another process than the answer, which cannot fake success; a test that handles classes or
-    coroutines of the answer in ways that cannot cross over, and fails, makes the sample invalid. together: in one
-    process, as test code is usually run; an answer that sets out to can fake success."""
+    """apart: asserts run in another process than the answer, which cannot fake success; a test that subclasses or
+    catches classes of the answer, awaits its coroutines, or else handles what cannot cross over is refused. together:
+    in one process, as test code is usually run; an answer that sets out to can fake success."""
     take: Literal["last_block", "text"] = "last_block"
     """last_block: the last ``` block of the answer that says it is Python, or else the last one, or else all of it.
     text: always all of it."""
@@ -92,7 +89,7 @@ class Code(IsolatedGrader):
     """Runs answers WITHOUT isolation where the machine offers none. Only for code you would run yourself."""
 
     def check(self, prompt: Prompt) -> None:
-        read_tests(prompt.answer, self.tolerance, self.tests)
+        read_tests(prompt.answer, self.tolerance, self.tests, self.packages)
 
     def longest_s(self) -> float:
         return self.total_s + self.limits.wall_s
@@ -106,14 +103,12 @@ class Code(IsolatedGrader):
 
     def grade(self, sample: Sample) -> Score:
         try:
-            tests = read_tests(sample.prompt.answer, self.tolerance, self.tests)
+            tests = read_tests(sample.prompt.answer, self.tolerance, self.tests, self.packages)
         except ValueError as error:
             return Score.failed("invalid", f"prompt {sample.prompt.id}: {error}")
         source = sample.text if self.take == "text" else last_block(sample.text)
         try:
             passed = sum(self.results(source, tests))
-        except UnusableTest as error:
-            return Score.failed("invalid", f"prompt {sample.prompt.id}: {error}")
         except RewardError as error:
             return Score.failed("infra_error", str(error))
         total = len(tests.stdins)
@@ -122,7 +117,10 @@ class Code(IsolatedGrader):
 
     def results(self, source: str, tests: Tests) -> Iterator[bool]:
         """Yield whether each test passed, up to the first that did not where that settles the score."""
-        files: dict[str, str | bytes] = {"answer.py": source.encode(errors="replace")}
+        program = source.encode(errors="replace")
+        if len(program) > self.limits.disk_mb << 19:  # it would not fit beside the harness
+            return
+        files: dict[str, str | bytes] = {"answer.py": program}
         argv = ["answer.py"]
         if tests.harness is not None:
             files[tests.harness] = harness_code(tests.harness)
@@ -131,8 +129,6 @@ class Code(IsolatedGrader):
         with contextlib.closing(self.sandbox.run_each(files, argv, tests.stdins)) as outcomes:
             for index, outcome in enumerate(outcomes):
                 passed = tests.passed(index, outcome)
-                if not passed and tests.blocks is not None and self.tests == "apart":
-                    refuse_what_cannot_cross(index, tests.blocks[index], source)
                 yield passed
                 if (self.score == "all" and not passed) or time.monotonic() >= deadline:
                     return
@@ -151,7 +147,9 @@ def last_block(text: str) -> str:
     return marked[-1] if marked else blocks[-1][1] if blocks else text
 
 
-def read_tests(truth: Any, tolerance: float, tests: Literal["apart", "together"] = "apart") -> Tests:
+def read_tests(
+    truth: Any, tolerance: float, tests: Literal["apart", "together"] = "apart", packages: bool = False
+) -> Tests:
     """Read the tests. Raises ValueError, in words for the author of the data, for a ground truth of no known form."""
     if isinstance(truth, str) and truth.lstrip()[:1] in ("[", "{"):
         with contextlib.suppress(json.JSONDecodeError):
@@ -170,13 +168,15 @@ def read_tests(truth: Any, tolerance: float, tests: Literal["apart", "together"]
             f" (and fn_name), not {describe(truth)}"
         )
     for index, block in enumerate(blocks):
-        check_block(index, block)
+        problem = problem_of(block, tests == "apart", frozenset(entry_points), packages)
+        if problem is not None:
+            raise ValueError(f"test {index} {problem}")
     if tests == "together":
         proof = secrets.token_hex()
         stdins = [json.dumps({"test": block, "proof": proof}).encode() for block in blocks]
-        return Tests(stdins, "together", lambda index, outcome: outcome.stdout == proof.encode(), blocks)
+        return Tests(stdins, "together", lambda index, outcome: outcome.stdout == proof.encode())
     requests = [{"test": block, "entry_points": entry_points} for block in blocks]
-    return Tests([json.dumps(request).encode() for request in requests], "judge", judged, blocks)
+    return Tests([json.dumps(request).encode() for request in requests], "judge", judged)
 
 
 def describe(truth: Any) -> str:
@@ -185,55 +185,8 @@ def describe(truth: Any) -> str:
     return "an empty list" if truth == [] else "nothing" if truth is None else f"{type(truth).__name__} {truth!r:.80}"
 
 
-def check_block(index: int, block: str) -> None:
-    try:
-        tree = ast.parse(block)
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"test {index} is no Python: {error}") from None
-    if not any(isinstance(node, ast.Assert | ast.Raise | ast.Call) for node in ast.walk(tree)):
-        raise ValueError(f"test {index} asserts and calls nothing, so that any answer would pass: {block!r:.80}")
-
-
-def refuse_what_cannot_cross(index: int, block: str, source: str) -> None:
-    """Raise UnusableTest if a failed test may have failed because it was run apart from the answer."""
-    try:
-        answer = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return  # then that is why
-    classes = {node.name for node in answer.body if isinstance(node, ast.ClassDef)}
-    coroutines = {node.name for node in answer.body if isinstance(node, ast.AsyncFunctionDef)}
-    name = odd_use(ast.parse(block), classes) or next(
-        (node.id for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Name) and node.id in coroutines), None
-    )
-    if name is not None:
-        raise UnusableTest(
-            f"test {index} failed, perhaps only because it was run apart from the answer, whose {name} cannot cross "
-            "over: set the option tests: together"
-        )
-
-
-def odd_use(test: ast.AST, classes: set[str]) -> str | None:
-    """Return a class of the answer that the test does more with than make an object and ask that for something."""
-    for parent in ast.walk(test):
-        for child in ast.iter_child_nodes(parent):
-            if isinstance(child, ast.Call) and isinstance(child.func, ast.Name) and child.func.id in classes:
-                if not isinstance(parent, ast.Attribute | ast.Assign | ast.AnnAssign):
-                    return child.func.id
-            elif isinstance(child, ast.Name) and child.id in classes:
-                is_called = isinstance(parent, ast.Call) and parent.func is child
-                if not is_called:
-                    return child.id
-    return None
-
-
 def judged(index: int, outcome: Outcome) -> bool:
-    try:
-        verdict, *why = json.loads(outcome.stdout) if outcome.succeeded else ["failed"]
-    except ValueError:
-        return False
-    if verdict == "unusable":
-        raise UnusableTest(f"test {index} cannot be run apart from the answer: {why[0]}")
-    return bool(verdict == "passed")
+    return outcome.succeeded and outcome.stdout == b'["passed"]'
 
 
 def read_cases(truth: dict[str, Any], tolerance: float) -> Tests:
@@ -323,7 +276,9 @@ def same(result: Any, expected: Any, tolerance: float) -> bool:
     if isinstance(result, dict) and isinstance(expected, dict):
         return result.keys() == expected.keys() and all(same(result[key], expected[key], tolerance) for key in result)
     if isinstance(result, float | int) and isinstance(expected, float | int):
-        return result == expected or (
-            tolerance > 0 and math.isclose(result, expected, rel_tol=tolerance, abs_tol=tolerance)
-        )
+        try:
+            near = tolerance > 0 and math.isclose(result, expected, rel_tol=tolerance, abs_tol=tolerance)
+        except OverflowError:  # a whole number that is larger than any float
+            near = False
+        return result == expected or near
     return bool(result == expected)

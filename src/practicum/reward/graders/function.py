@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -76,13 +76,23 @@ class UserFunction(Grader):
 
 
 def _read(result: Any, given: Sample | list[Sample]) -> Score | list[Score]:
-    """Read what a function returned. One unusable value costs its own sample, a wrong number of them all."""
+    """Read what a function returned. One unusable value costs its own sample."""
     if isinstance(given, Sample):
-        return score_of(result)
-    values = list(result)
+        return _score(result, given)
+    if isinstance(result, str | bytes | Mapping | Set):
+        raise ValueError(f"returned a {type(result).__name__}, not a list of scores in the order of the samples")
+    values = list(result)  # as many as samples, or the executor complains
     if len(values) != len(given):
-        raise ValueError(f"returned {len(values)} scores for {len(given)} samples")
-    return [_score_or_failure(value) for value in values]
+        return [Score.failed("invalid", "one of the wrong number of scores")] * len(values)
+    return [_score(value, sample) for value, sample in zip(values, given, strict=True)]
+
+
+def _score(value: Any, sample: Sample) -> Score:
+    try:
+        return score_of(value)
+    except ValueError as error:
+        of = f"sample {sample.id}" if sample.id else f"an answer to prompt {sample.prompt.id}"
+        return Score.failed("invalid", f"returned what is no score for {of}: {error}")
 
 
 def source_of(function: Callable[..., Any]) -> str:
@@ -95,13 +105,6 @@ def source_of(function: Callable[..., Any]) -> str:
     except TypeError:  # written in C: it comes with a version of Python or of a package
         return ""
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
-
-
-def _score_or_failure(value: Any) -> Score:
-    try:
-        return score_of(value)
-    except ValueError as error:
-        return Score.failed("invalid", f"returned what is no score: {error}")
 
 
 @functools.lru_cache(maxsize=64)

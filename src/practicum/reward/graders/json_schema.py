@@ -15,7 +15,7 @@ from practicum.reward.graders.base import IsolatedGrader
 from practicum.reward.graders.extract import answer_text
 from practicum.types import Prompt, Sample, Score
 
-_FENCED = re.compile(r"```[ \t]*(?P<language>\w*)[^\n]*\n(?P<block>.*?)```", re.DOTALL)
+_FENCED = re.compile(r"(?<!`)```[ \t]*+(?P<language>\w*+)[^\n]*+\n(?P<block>.*?)```", re.DOTALL)
 
 
 class JsonSchema(IsolatedGrader):
@@ -62,6 +62,9 @@ class JsonSchema(IsolatedGrader):
     def prepare(self) -> None:
         import jsonschema  # type: ignore[import-untyped]  # noqa: F401 (before the first sample, not with it)
 
+    def reference(self, prompt: Prompt) -> str:
+        return "null"
+
     def grade(self, sample: Sample) -> Score:
         try:
             validator = _validator(self._schema_text(sample.prompt))
@@ -71,7 +74,10 @@ class JsonSchema(IsolatedGrader):
             answer = json.loads(self._stated(answer_text(sample)), parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
             return Score(0.0, {"parses": 0.0, "fits": 0.0})
-        fits = float(validator.is_valid(answer))
+        try:
+            fits = float(validator.is_valid(answer))
+        except Exception:  # numbers too large or lists too deep for the validator
+            fits = 0.0
         return Score(fits, {"parses": 1.0, "fits": fits})
 
     def _stated(self, text: str) -> str:
@@ -122,18 +128,25 @@ def _validator(schema_text: str) -> Any:
         kind.check_schema(schema)
     except SchemaError as error:
         raise ValueError(f"the schema is wrong at {error.json_path}: {error.message}") from None
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
     resource = specification_with(kind.META_SCHEMA["$schema"]).create_resource(schema)
     try:
-        _follow_references(resource, REGISTRY.resolver_with_root(resource))
+        _check_parts(resource, REGISTRY.resolver_with_root(resource))
     except Unresolvable as error:
         raise ValueError(f"the schema refers to {error.ref!r}, which is not part of it; nothing is fetched") from None
     return kind(schema, registry=Registry())  # without a registry of ours it would fetch
 
 
-def _follow_references(resource: Any, resolver: Any) -> None:
+def _check_parts(resource: Any, resolver: Any) -> None:
     if isinstance(resource.contents, dict):
+        for pattern in (resource.contents.get("pattern"), *resource.contents.get("patternProperties", ())):
+            try:
+                re.compile(pattern or "")
+            except re.error as error:
+                raise ValueError(f"the schema's pattern {pattern!r} is no regular expression: {error}") from None
         for keyword in ("$ref", "$dynamicRef"):
             if isinstance(reference := resource.contents.get(keyword), str):
                 resolver.lookup(reference)
     for part in resource.subresources():
-        _follow_references(part, resolver.in_subresource(part))
+        _check_parts(part, resolver.in_subresource(part))

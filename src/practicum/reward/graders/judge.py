@@ -108,7 +108,7 @@ class Judge(RemoteGrader):
             "temperature": self.temperature,
             "n": self.votes,
             # The same judgement of the same answer whenever and wherever it is asked for, where the server heeds it.
-            "seed": int.from_bytes(hashlib.sha256(asked.encode()).digest()[:4], "big") >> 1,
+            "seed": int.from_bytes(hashlib.sha256(asked.encode(errors="surrogatepass")).digest()[:4], "big") >> 1,
         }
         reply = await client.post(self.target, self.path or "/v1/chat/completions", body, self.headers())
         try:

@@ -35,6 +35,10 @@ class Math(IsolatedGrader):
         # It warns that without its own alarm signals somebody else must stop it. Somebody does.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
 
+    def reference(self, prompt: Prompt) -> str:
+        truth = _truth_texts(prompt)[0].rpartition(TRUTH_MARKER)[2].strip()
+        return truth if r"\boxed" in truth else rf"\boxed{{{truth}}}"
+
     def grade(self, sample: Sample) -> Score:
         try:
             truths = [expression for text in _truth_texts(sample.prompt) for expression in _parse_truth(text)]

@@ -58,11 +58,13 @@ def _probed(spec: str, changed_ns: int, folder: str, timeout_s: float) -> Functi
 
 
 def main() -> None:
-    spec, fd = sys.argv[1], int(sys.argv[2])
+    spec, fd, pid = sys.argv[1], int(sys.argv[2]), os.getpid()
     try:
         found = shape_of(spec).model_dump()
     except RewardError as error:
         found = {"error": str(error)}
+    if os.getpid() != pid:
+        os._exit(0)  # a copy, forked by the file
     os.write(fd, json.dumps(found).encode())
     os._exit(0)  # whatever threads the file has started
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from practicum.control_tokens import without_control_tokens
 from practicum.reward.graders.remote import RemoteGrader, question_text
 from practicum.types import Prompt, Sample, Score
 
@@ -115,6 +116,8 @@ class Judge(RemoteGrader):
     async def ask(self, sample: Sample, client: RewardClient) -> list[str] | Score:
         """Return what the judge says, once per vote; a failed score where it cannot be had."""
         texts = {"question": question_text(sample), "answer": sample.text, "truth": str(sample.prompt.answer)}
+        if self.urls:  # others than our replicas may read control tokens in a message as such
+            texts = {name: without_control_tokens(text)[0] for name, text in texts.items()}
         # In one pass: an answer that contains {truth} is not filled in once more.
         asked = re.sub(r"\{(\w+)\}", lambda found: texts[found[1]], self.template)
         system = [{"role": "system", "content": self.system}] if self.system else []

@@ -27,6 +27,9 @@ _BEGIN, _END, _EDGE = (f"({_NUMBER}{kind}" for kind in "[])")
 _MARK = re.compile(rf"\({_NUMBER}([\[\])])")
 _CONTENTS = ("content", "reasoning_content")
 _CONVERSATION = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
+_CALL = {"type": "function", "id": "call00000", "function": {"name": "tool", "arguments": {}}}
+_CALLED: list[Mapping[str, Any]] = [_CONVERSATION[0], {"role": "assistant", "content": "?", "tool_calls": [_CALL]}]
+_RESULT: Mapping[str, Any] = {"role": "tool", "name": "tool", "content": "?", "tool_call_id": _CALL["id"]}
 
 # The first character of control tokens as models have them, with what must follow.
 _SHAPES = re.compile(
@@ -51,7 +54,7 @@ def without_control_tokens(text: str) -> tuple[str, int]:
 
 class ControlTokens:
     """The control tokens of one tokenizer: its special tokens, and the other added tokens that its chat template writes
-    around the turns of a plain conversation (those of DeepSeek are not special)."""
+    around the turns of a plain conversation and the results of tools (those of DeepSeek are not special)."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -98,8 +101,9 @@ class ControlTokens:
         found = {token.content for token in added if token.special} | set(self._tokenizer.all_special_tokens)
         others = [token.content for token in added if not token.special and _is_bracketed(token.content)]
         if others:
-            written = self._plain_conversation()
-            found.update(token for token in others if token in written)
+            turns = self._rendered(_CONVERSATION) or self._rendered(_CONVERSATION[:1])
+            called, answered = self._rendered(_CALLED), self._rendered([*_CALLED, _RESULT])
+            found.update(token for token in others if token in turns or (token in answered and token not in called))
         if self._normalize is not None:
             found.update(self._normalize(token.content) for token in added if token.content in found)
         return tuple(sorted(filter(str.strip, found), key=lambda token: (-len(token), token)))
@@ -122,14 +126,13 @@ class ControlTokens:
         added = self._tokenizer.added_tokens_decoder.values()
         return normalizer.normalize_str if normalizer and any(token.normalized for token in added) else None
 
-    def _plain_conversation(self) -> str:
-        for messages in (_CONVERSATION, _CONVERSATION[:1]):
-            try:
-                written: str = self._tokenizer.apply_chat_template(messages, tokenize=False)
-            except (TemplateError, TypeError, ValueError):  # it takes no such conversation, or there is no template
-                continue
-            return written
-        return ""
+    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Render messages; return nothing where the chat template refuses them, or there is none."""
+        try:
+            rendered: str = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        except (TemplateError, TypeError, ValueError):
+            return ""
+        return rendered
 
     def _starts(self, text: str, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
         """Yield begin and end of the control tokens in a text, the longest at each place; they may overlap."""

@@ -86,7 +86,9 @@ def byte_tokenizer(template: str | None = HERMES, *, merges: bool = True) -> Any
 UNMARKED = """\
 {%- for message in messages -%}
 {%- if message['role'] == 'assistant' -%}
-<@bot>{{ message['content'].split('</think>')[-1] | trim }}<|end|>
+<@bot>{{ message['content'].split('</think>')[-1] | trim }}{% if message.tool_calls %}<call>{% endif %}<|end|>
+{%- elif message['role'] == 'tool' -%}
+<result>{{ message['content'] }}</result>
 {%- else -%}
 <@user>{{ message['content'] | trim }}
 {%- endif -%}
@@ -118,7 +120,8 @@ def unmarked_tokenizer() -> Any:
     backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return _wrapped(backend, UNMARKED, ["<|end|>"], ["<@user>", "<@bot>", "<think>", "</think>"], eos_token="<|end|>")
+    others = ["<@user>", "<@bot>", "<think>", "</think>", "<call>", "<result>", "</result>"]
+    return _wrapped(backend, UNMARKED, ["<|end|>"], others, eos_token="<|end|>")
 
 
 def spaces_tokenizer() -> Any:

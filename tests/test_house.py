@@ -17,7 +17,8 @@ ALLOWED: dict[str, set[str]] = {
     "types": {"errors"},
     "config": {"errors", "types"},
     "adapters": {"errors"},
-    "models": {"errors", "types", "adapters"},
+    "control_tokens": set(),
+    "models": {"errors", "types", "adapters", "control_tokens"},
     "functions": {"errors"},
     "controller": BASE - {"types"},
     "algo": BASE,
@@ -25,11 +26,13 @@ ALLOWED: dict[str, set[str]] = {
     "weights": BASE,
     "processes": BASE,
     "replay": BASE,
-    "rollout": BASE | {"adapters", "models", "controller", "weights", "replay", "processes", "functions"},
-    "reward": BASE | {"models", "controller", "rollout", "processes", "functions"},
+    "rollout": BASE
+    | {"adapters", "models", "controller", "weights", "replay", "processes", "functions", "control_tokens"},
+    "reward": BASE | {"models", "controller", "rollout", "processes", "functions", "control_tokens"},
     "train": BASE | {"adapters", "models", "controller", "algo", "data", "weights", "replay"},
     "loop": BASE
-    | {"adapters", "models", "controller", "algo", "data", "weights", "rollout", "reward", "train", "replay"},
+    | {"adapters", "models", "controller", "algo", "data", "weights", "rollout", "reward", "train", "replay"}
+    | {"control_tokens"},
     "demo": BASE | {"models", "loop"},
     "__main__": {"cli"},
     "messages": {"errors"},

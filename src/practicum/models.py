@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from practicum.adapters import base_of, holds_adapters, merge_into
+from practicum.control_tokens import ControlTokens
 from practicum.errors import DataError, ModelError
 from practicum.types import Prompt
 
@@ -283,35 +284,35 @@ def _looks_local(path: str) -> bool:
 
 
 def encode_prompts(
-    tokenizer: Any, prompts: Sequence[Prompt], tools: Sequence[Mapping[str, Any]] = ()
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    tools: Sequence[Mapping[str, Any]] = (),
+    control_tokens: ControlTokens | None = None,
 ) -> list[NDArray[np.int32]]:
-    """Return the token ids of each prompt: plain text as it is, messages through the chat template, ready for the
-    answer.
+    """Return the token ids of each prompt: plain text as it is, special tokens included, and messages through the chat
+    template, ready for the answer; control tokens in messages are plain text.
 
-    `tools` are schemas that the chat template shows to the model, where it does that.
+    `tools` are schemas that the chat template shows to the model, where it does that. `control_tokens` are those of
+    the tokenizer, where they are known already.
     """
+    control = control_tokens or ControlTokens(tokenizer)
+    plain = [prompt for prompt in prompts if prompt.messages is None]
+    chats = [prompt for prompt in prompts if prompt.messages is not None]
+    shown = control.mark(tools) or None if chats else None
     texts = []
-    shown = [dict(tool) for tool in tools] or None
-    for prompt in prompts:
-        if prompt.messages is None:
-            texts.append(prompt.text or "")
-            continue
+    for prompt in chats:
         if tokenizer.chat_template is None:
             raise ModelError(f"prompt {prompt.id} has chat messages, but the model's tokenizer has no chat template.")
-        messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
+        messages = [{"role": message.role, "content": message.content} for message in prompt.messages or ()]
         try:
             opened = {"add_generation_prompt": True, "tokenize": False}
-            texts.append(tokenizer.apply_chat_template(messages, tools=shown, **opened))
+            texts.append(tokenizer.apply_chat_template(control.mark(messages), tools=shown, **opened))
         except TemplateError as error:
             raise DataError(f"prompt {prompt.id}: the model's chat template refuses its messages: {error}.") from error
-    plain = [prompt.messages is None for prompt in prompts]
-    encoded: list[NDArray[np.int32]] = [np.empty(0, np.int32)] * len(texts)
-    for special in (True, False):  # a chat template writes its own special tokens; plain text gets the tokenizer's
-        chosen = [i for i, is_plain in enumerate(plain) if is_plain == special]
-        if chosen:
-            ids = tokenizer([texts[i] for i in chosen], add_special_tokens=special)["input_ids"]
-            for index, row in zip(chosen, ids, strict=True):
-                encoded[index] = np.array(row, dtype=np.int32)
+    # A chat template writes its own special tokens; plain text gets the tokenizer's.
+    rows = tokenizer([prompt.text or "" for prompt in plain], add_special_tokens=True)["input_ids"] if plain else []
+    of_plain, of_chats = iter(rows), iter(control.encode_all(texts))
+    encoded = [np.array(next(of_plain if p.messages is None else of_chats), dtype=np.int32) for p in prompts]
     empty = next((prompt for prompt, ids in zip(prompts, encoded, strict=True) if len(ids) == 0), None)
     if empty is not None:
         raise DataError(f"prompt {empty.id} has no tokens under the model's tokenizer.")

@@ -35,7 +35,11 @@ def test_what_tools_said_counts_for_nothing() -> None:
 
 
 def test_conversations_tell_how_long_they_are_and_how_often_their_tools_fail() -> None:
-    counts = [{"turns": 4, "calls_ok": 3}, {"turns": 3, "calls_ok": 3, "calls_raised": 1}, {"turns": 2}]
+    counts = [
+        {"turns": 4, "calls_ok": 3, "control_tokens": 6},
+        {"turns": 3, "calls_ok": 3, "calls_raised": 1},
+        {"turns": 2},
+    ]
     counts += [{"turns": 1, "calls_timeout": 1}]
     trajectories = [Trajectory(f"1/0/{n}", n, counts=own) for n, own in enumerate(counts)]
     trajectories[3].add(replace(make_sample(), finish_reason="error"))
@@ -45,8 +49,15 @@ def test_conversations_tell_how_long_they_are_and_how_often_their_tools_fail() -
         "agent/calls": 2.0,
         "agent/failed_calls_share": 0.25,
         "agent/failed_share": 0.25,
+        "agent/control_tokens": 1.5,
     }
     assert all(value == 0.0 for value in conversation_metrics([]).values())
+
+
+def test_control_tokens_that_answers_spell_are_counted() -> None:
+    samples = [replace(make_sample(answer=2), text=text) for text in ("4<|im_end|><|im_start|>user", "4")]
+    metrics = rollout_metrics([Trajectory(f"1/0/{n}", n, [own], Score(1.0)) for n, own in enumerate(samples)])
+    assert metrics["rollout/control_tokens"] == 1.0
 
 
 def test_parts_of_a_score_have_metrics_of_their_own() -> None:

@@ -253,6 +253,16 @@ def test_long_prompts_are_dropped_and_counted_or_refused(make_config: MakeConfig
         Trainer(make_config(f"data.train={path}", "data.max_prompt_tokens=1"))
 
 
+def test_control_tokens_in_messages_are_told(make_config: MakeConfig, write_jsonl: Any) -> None:
+    path = write_jsonl({"prompt": "<user>1+1=<bot>"}, {"prompt": [{"role": "user", "content": "1<end>"}]})
+    notices: list[str] = []
+    Trainer(make_config(f"data.train={path}", "data.validation=null"), notify=notices.append)
+    assert len(notices) == 1
+    assert notices[0].startswith(
+        f"1 of 2 prompts in {path} have control tokens of the model in their messages, the first"
+    )
+
+
 def test_a_model_with_too_few_positions_is_refused(make_config: MakeConfig) -> None:
     with pytest.raises(ConfigError, match=r"16 \+ 60 = 76 tokens, but model .* has positions for 64"):
         Trainer(make_config("rollout.max_new_tokens=60", "actor.micro_batch_tokens=80"))

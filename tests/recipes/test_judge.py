@@ -40,8 +40,8 @@ def test_the_judge_is_taught_what_the_config_asks_and_reads() -> None:
     for answer, value in ((SUM.answer, 1.0), ("102", 0.0)):
         asked, said = judged(SUM, answer)
         assert asked == f"{answer} 35+77=" and said == f"112 {value:g}"
-        assert judge.decide([said]).value == value
-    assert judge.decide(["112"]).status == "invalid"
+        assert judge.decide([said], [judge.find(said)]).value == value
+    assert judge.decide(["112"], [judge.find("112")]).status == "invalid"
     ids, learnt = batch_of(make_tokenizer(), [judged(SUM, "102"), judged(SUM, "7")])
     assert make_tokenizer().decode(ids[1][learnt[1]]) == "112 0<end>"
 

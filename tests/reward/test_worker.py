@@ -297,3 +297,22 @@ def test_closing_ends_all_processes_also_in_the_middle() -> None:
 def test_what_was_graded_travels_whole() -> None:
     graded = [(3, Graded(Score(0.5, {"a": 1.0}), 0.1, 0.2, 1)), (1, Graded(Score.failed("timeout", "late")))]
     assert pickle.loads(pickle.dumps(graded)) == graded
+
+
+def judged(*said: str, **settings: Any) -> Graded:
+    """What a judge with a pattern of its own makes of what it says, a text for each vote."""
+    options = {"pattern": r"^(?:\w+\s?)*: (\d)$", "votes": len(said), "temperature": 1.0}
+    config = {"grader": "judge", "options": options, "model": {"path": "judge", "kind": "generative"}}
+    reply = {"choices": [{"message": {"content": text}} for text in said]}
+    with FakeService(reply) as service:
+        (graded,) = graded_by_worker(config, samples_of("x"), targets={OWN_MODEL: target(service.url)}, **settings)
+    return graded
+
+
+def test_a_pattern_that_never_ends_on_what_the_judge_said_costs_a_vote() -> None:
+    never = "aaaa " * 8 + "!"
+    assert judged("fine: 5").score.value == 0.5
+    assert judged(never, "fine: 5", timeout_s=1.0).score == Score(0.5, {"votes": 1.0, "spread": 0.0})
+    score = judged(never, never, timeout_s=0.5).score
+    assert score.status == "invalid" and "0 of 2 answers" in score.reason
+    assert r"The pattern '^(?:\\w+\\s?)*: (\\d)$' took longer than 0.5 s" in score.reason

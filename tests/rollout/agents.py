@@ -109,6 +109,16 @@ class AsyncCountdown(Countdown):
         return super().step(text)
 
 
+class Echo:
+    """Says first what the record has for it."""
+
+    def reset(self, prompt: Prompt) -> str | None:
+        return str(prompt.metadata["says"])
+
+    def step(self, text: str) -> None:
+        return None
+
+
 class NoEnvironment:
     """Has neither of the methods."""
 

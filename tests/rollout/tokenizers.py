@@ -80,3 +80,95 @@ def byte_tokenizer(template: str | None = HERMES, *, merges: bool = True) -> Any
     )
     wrapped.chat_template = template
     return wrapped
+
+
+# Role marks that are added tokens and not special, as DeepSeek's are.
+UNMARKED = """\
+{%- for message in messages -%}
+{%- if message['role'] == 'assistant' -%}
+<@bot>{{ message['content'].split('</think>')[-1] | trim }}{% if message.tool_calls %}<call>{% endif %}<|end|>
+{%- elif message['role'] == 'tool' -%}
+<result>{{ message['content'] }}</result>
+{%- else -%}
+<@user>{{ message['content'] | trim }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}<@bot><think>{% endif -%}"""
+# The text of a message stands right beside parts of control tokens, and within JSON.
+TIGHT = """\
+{%- for message in messages -%}
+<s>[{{ message['content'] }}]{{ message['content'] }}</s>{{ message | tojson(ensure_ascii=True) }}
+{%- endfor -%}
+{%- if add_generation_prompt %}<s>{% endif -%}"""
+
+
+def _wrapped(backend: Any, template: str, special: list[Any], others: list[Any], **options: Any) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **options)
+    wrapped.add_special_tokens({"additional_special_tokens": special})
+    wrapped.add_tokens(others)
+    wrapped.chat_template = template
+    return wrapped
+
+
+def unmarked_tokenizer() -> Any:
+    """Bytes, with tokens of a template that are not special."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    others = ["<@user>", "<@bot>", "<think>", "</think>", "<call>", "<result>", "</result>"]
+    return _wrapped(backend, UNMARKED, ["<|end|>"], others, eos_token="<|end|>")
+
+
+def spaces_tokenizer() -> Any:
+    """Pieces with a mark for the space before a word, as sentencepiece has them, also before a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    pieces = ["<unk>", "\u2581", "\u2581a", *map(chr, range(33, 127)), "\n", "\u00e9"]
+    backend = Tokenizer(models.Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    special = ["<|im_start|>", "<|im_end|>", "<s>", "[INST]", "T]", "1</s"]
+    return _wrapped(backend, TIGHT, special, [], eos_token="</s>", unk_token="<unk>")
+
+
+def lowercase_tokenizer() -> Any:
+    """Control tokens are looked for in a text in small letters, from which some characters were removed."""
+    from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, **{chr(i): i - 32 for i in range(33, 127)}}, unk_token="<unk>"))
+    removed = normalizers.Replace(Regex("\u200b"), "")
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase(), removed])
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    special = [AddedToken(token, normalized=True, special=True) for token in ("<|im_start|>", "<|im_end|>", "[SEP]")]
+    return _wrapped(backend, HERMES, special, [], eos_token=AddedToken("<END>", normalized=True), unk_token="<unk>")
+
+
+def slow_tokenizer(folder: Any = None) -> Any:
+    """Characters, in Python."""
+    from transformers import PreTrainedTokenizer
+
+    class Characters(PreTrainedTokenizer):
+        @property
+        def vocab_size(self) -> int:
+            return 0x3000
+
+        def get_vocab(self) -> dict[str, int]:
+            return {chr(i): i for i in range(self.vocab_size)} | self.added_tokens_encoder
+
+        def _tokenize(self, text: str, **options: Any) -> list[str]:
+            return list(text)
+
+        def _convert_token_to_id(self, token: str) -> int:
+            return ord(token) if len(token) == 1 and ord(token) < self.vocab_size else 1
+
+        def _convert_id_to_token(self, index: int) -> str:
+            return chr(index)
+
+    tokenizer = Characters(eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>", "<|im", "_end|>"])
+    tokenizer.chat_template = HERMES
+    return tokenizer

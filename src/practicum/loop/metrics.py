@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from practicum.control_tokens import without_control_tokens
 from practicum.replay import ReplayStats
 from practicum.train import CriticStats, UpdateStats
 from practicum.types import Sample, Trajectory
@@ -94,6 +95,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "reward/failed_share": 1 - len(values) / len(scores),
         "rollout/answer_tokens": float(np.mean(lengths)),
         "rollout/truncated_share": float(np.mean([one.last.finish_reason == "length" for one in trajectories])),
+        "rollout/control_tokens": float(np.mean([without_control_tokens(one.last.text)[1] for one in trajectories])),
     }
 
 
@@ -120,6 +122,7 @@ def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
         "agent/calls": sum(calls.values()) / max(1, num),
         "agent/failed_calls_share": failed / max(1, sum(calls.values())),
         "agent/failed_share": sum(_has_failed(trajectory) for trajectory in trajectories) / max(1, num),
+        "agent/control_tokens": counts["control_tokens"] / max(1, num),
     }
 
 

@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
 from practicum.config import Config
+from practicum.control_tokens import ControlTokens
 from practicum.controller import open_controller, ray_cluster
 from practicum.controller.loop import iterate
 from practicum.data import ShuffledStream, read_prompts
@@ -257,7 +258,15 @@ class Trainer:
         data = self.config.data
         keys = {"prompt_key": data.prompt_key, "answer_key": data.answer_key}
         prompts = read_prompts(path, **keys, check=self.rubric.check)
-        encoded = list(zip(prompts, encode_prompts(tokenizer, prompts, self._tools), strict=True))
+        control_tokens = ControlTokens(tokenizer)
+        encoded = list(zip(prompts, encode_prompts(tokenizer, prompts, self._tools, control_tokens), strict=True))
+        spelled = [p for p in prompts if control_tokens.count([message.content for message in p.messages or ()])]
+        if spelled:
+            self._notify(
+                f"{len(spelled)} of {len(prompts)} prompts in {path} have control tokens of the model in their "
+                f"messages, the first is {spelled[0].id}: they are plain text there, and special only in prompts "
+                "that are texts"
+            )
         short = [(prompt, ids) for prompt, ids in encoded if len(ids) <= data.max_prompt_tokens]
         if len(short) == len(encoded):
             return short

@@ -23,6 +23,7 @@ from practicum.processes import JobFailed, ProcessPool, Work
 from practicum.reward.client import AskFailed, RewardClient
 from practicum.reward.graders.base import Grader, IsolatedGrader, Rule
 from practicum.reward.graders.function import UserFunction
+from practicum.reward.graders.judge import Judge
 from practicum.reward.graders.remote import RemoteGrader
 from practicum.reward.limits import LimitClient, Permit
 from practicum.reward.rubric import graded_by_rule
@@ -72,7 +73,8 @@ class InlineExecutor:
 
 
 class GradingWork(Work):
-    """The work of grading processes: a job is the index of a grader, and a sample or a list of them.
+    """The work of grading processes: a job is the index of a grader, and a sample or a list of them. For a judge it is
+    what the judge said.
 
     With `is_async` all graders are coroutine functions of the user, many of which run at a time in one process.
     """
@@ -90,7 +92,8 @@ class GradingWork(Work):
         return self._run_async if self._is_async else self._run
 
     def _run(self, job: tuple[int, Any]) -> Any:
-        return self._graders[job[0]].grade(job[1])
+        grader = self._graders[job[0]]
+        return grader.find(job[1]) if isinstance(grader, Judge) else grader.grade(job[1])
 
     async def _run_async(self, job: tuple[int, Any]) -> Any:
         return await self._graders[job[0]].grade_async(job[1])
@@ -240,10 +243,50 @@ class HttpExecutor:
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
-                return await self._grader.grade(sample, client)
+                return await self._ask(sample, client)
         except AskFailed as failure:
             return Score.failed(failure.status, failure.reason)
         except Exception as error:
             if deadline.expired():
                 return Score.failed("timeout", f"no answer within {self._timeout_s:g} s")
             return Score.failed("invalid", f"raised {type(error).__name__}: {error}")
+
+    async def _ask(self, sample: Sample, client: RewardClient) -> Score:
+        return await self._grader.grade(sample, client)
+
+
+class JudgeExecutor(HttpExecutor):
+    """Asks a judge, and searches what it said in processes of a pool, each vote for up to `timeout_s`: a pattern of the
+    user's may never end, and would hold up the event loop."""
+
+    def __init__(
+        self,
+        judge: Judge,
+        client: RewardClient,
+        limits: LimitClient | None,
+        pool: ProcessPool,
+        index: int,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(judge, client, limits)
+        self._judge = judge
+        self._pool = pool
+        self._index = index
+        self._search_s = timeout_s
+
+    async def _ask(self, sample: Sample, client: RewardClient) -> Score:
+        said = await self._judge.ask(sample, client)
+        if isinstance(said, Score):
+            return said
+        searches = [self._pool.run((self._index, text), self._search_s) for text in said]
+        found: list[str | None] = []
+        trouble = ""
+        for result in await asyncio.gather(*searches, return_exceptions=True):
+            if isinstance(result, JobFailed) and result.kind != "lost":
+                found.append(None)
+                trouble = f"The pattern {self._judge.pattern!r} {result.reason}. "
+            elif isinstance(result, BaseException):
+                raise AskFailed("infra_error", f"what the judge said could not be searched: {result}") from result
+            else:
+                found.append(result.value)
+        return self._judge.decide(said, found, trouble)

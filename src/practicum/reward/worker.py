@@ -19,9 +19,18 @@ from practicum.errors import ProcessError, RewardError
 from practicum.processes import Limits, ProcessPool
 from practicum.reward.cache import ScoreCache
 from practicum.reward.client import RewardClient, Target
-from practicum.reward.executors import Executor, Graded, GradingWork, HttpExecutor, InlineExecutor, ProcessExecutor
+from practicum.reward.executors import (
+    Executor,
+    Graded,
+    GradingWork,
+    HttpExecutor,
+    InlineExecutor,
+    JudgeExecutor,
+    ProcessExecutor,
+)
 from practicum.reward.graders.base import IsolatedGrader, Rule
 from practicum.reward.graders.function import UserFunction
+from practicum.reward.graders.judge import Judge
 from practicum.reward.graders.remote import RemoteGrader
 from practicum.reward.limits import LimitClient
 from practicum.reward.rubric import Rubric, Term, combined
@@ -212,17 +221,19 @@ class RewardLoopWorker(Worker):
         self._open.push_async_callback(pool.close)
 
     def _executor(self, index: int, term: Term) -> Executor:
-        grader, is_async = term.grader, _pool_of(term)
-        if is_async is not None:
-            pool, timeout_s = self._pools[is_async], self._settings.timeout_s
-            if isinstance(grader, UserFunction):
-                return ProcessExecutor(pool, index, grader, timeout_s, self._limits)
-            assert isinstance(grader, IsolatedGrader)
-            return ProcessExecutor(pool, index, grader, timeout_s, None)  # our own graders ask nobody
-        grader.prepare()
+        grader, is_async, timeout_s = term.grader, _pool_of(term), self._settings.timeout_s
         if isinstance(grader, RemoteGrader):
             assert self._client is not None
-            return HttpExecutor(grader, self._client, self._limits)
+            grader.prepare()
+            if is_async is None:
+                return HttpExecutor(grader, self._client, self._limits)
+            assert isinstance(grader, Judge)
+            return JudgeExecutor(grader, self._client, self._limits, self._pools[is_async], index, timeout_s)
+        if is_async is not None:
+            assert isinstance(grader, UserFunction | IsolatedGrader)
+            limits = self._limits if isinstance(grader, UserFunction) else None  # our own graders ask nobody
+            return ProcessExecutor(self._pools[is_async], index, grader, timeout_s, limits)
+        grader.prepare()
         assert isinstance(grader, Rule)
         return InlineExecutor(grader)
 
@@ -255,4 +266,6 @@ def _pool_of(term: Term) -> bool | None:
     """Return whether a term is graded among coroutines; None if it needs no process."""
     if isinstance(term.grader, UserFunction):
         return term.grader.shape.is_async
+    if isinstance(term.grader, Judge):
+        return False if term.grader.reads_in_process else None
     return False if isinstance(term.grader, IsolatedGrader) else None

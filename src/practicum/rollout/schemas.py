@@ -410,6 +410,8 @@ class ClassifyRequest(Request):
     """Exactly one of `input` (taken as it is) and `messages` (through the chat template); either may be a list."""
 
     input: str | list[str] | None = None
+    answer: str = ""
+    """What stands after one `input` that is a text. Control tokens in it are plain text; those in `input` are not."""
     messages: list[ChatMessage] | list[list[ChatMessage]] | None = None
     use_activation: bool = Field(default=False, strict=True)
     """Whether a sigmoid goes over the output. Unlike vLLM's, off unless asked for: rewards are raw outputs."""
@@ -420,6 +422,8 @@ class ClassifyRequest(Request):
             raise ValueError("give either input or messages, not both and not neither")
         if self.input == [] or self.messages == [] or any(chat == [] for chat in self.messages or ()):
             raise ValueError(f"{'messages' if self.input is None else 'input'} is empty")
+        if self.answer and not isinstance(self.input, str):
+            raise ValueError("answer stands after a single input: leave it out, or make input a text")
         return self
 
     @property

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -24,6 +24,8 @@ class Tokenizer(Protocol):
     pad_token_id: int | None
     chat_template: Any  # None where there is none
     all_special_ids: Sequence[int]
+    all_special_tokens: Sequence[str]
+    added_tokens_decoder: Mapping[int, Any]  # transformers' AddedToken by id
 
     def __call__(self, text: Any, *, add_special_tokens: bool = True) -> Any: ...
 

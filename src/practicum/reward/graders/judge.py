@@ -2,6 +2,9 @@
 
 An answer of the judge without a number, or with one off the scale, is a vote that does not count; when too few votes
 count, the sample is `invalid`. It is never a zero.
+
+A pattern of the user's may never end on some text, so it searches in a process that can be killed: `ask`, `find` and
+`decide` are apart for this, and `JudgeExecutor` calls them. The pattern below needs time linear in the text.
 """
 
 from __future__ import annotations
@@ -10,11 +13,13 @@ import hashlib
 import math
 import re
 import statistics
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from practicum.control_tokens import without_control_tokens
 from practicum.reward.graders.remote import RemoteGrader, question_text
 from practicum.types import Prompt, Sample, Score
 
@@ -32,6 +37,8 @@ Answer:
 {answer}
 
 End with a line of the form "Score: N"."""
+# No two repeats in it can share a run of spaces or stars, or a failure would try all ways to divide the run.
+_PATTERN = r"(?i)score\s*[:=]\s*(?:\*+\s*)?(-?\d+(?:\.\d+)?)"
 
 
 class Judge(RemoteGrader):
@@ -46,8 +53,9 @@ class Judge(RemoteGrader):
     """What the judge is asked; {question}, {answer} and {truth} (the ground truth) stand for their texts."""
     system: str | None = None
     """A system message before it."""
-    pattern: str = r"(?i)score\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)"
-    """A regular expression whose first group is the score; its last match in the judge's answer counts."""
+    pattern: str = _PATTERN
+    """A regular expression whose first group is the score; its last match in the judge's answer counts. An answer in
+    which it takes longer than reward.timeout_s is a vote that does not count."""
     scale: tuple[float, float] = (0.0, 10.0)
     """Lowest and highest score; the value is where on it the score lies, from 0 to 1. Others do not count."""
     votes: int = Field(default=1, ge=1)
@@ -96,8 +104,20 @@ class Judge(RemoteGrader):
         if "{truth}" in self.template and prompt.answer is None:
             raise ValueError("the judge's template uses {truth}, but the ground truth is missing")
 
+    @property
+    def reads_in_process(self) -> bool:
+        """Whether `find` must run where it can be killed."""
+        return self.pattern != _PATTERN
+
     async def grade(self, sample: Sample, client: RewardClient) -> Score:
+        said = await self.ask(sample, client)
+        return said if isinstance(said, Score) else self.decide(said, [self.find(text) for text in said])
+
+    async def ask(self, sample: Sample, client: RewardClient) -> list[str] | Score:
+        """Return what the judge says, once per vote; a failed score where it cannot be had."""
         texts = {"question": question_text(sample), "answer": sample.text, "truth": str(sample.prompt.answer)}
+        if self.urls:  # others than our replicas may read control tokens in a message as such
+            texts = {name: without_control_tokens(text)[0] for name, text in texts.items()}
         # In one pass: an answer that contains {truth} is not filled in once more.
         asked = re.sub(r"\{(\w+)\}", lambda found: texts[found[1]], self.template)
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -118,28 +138,36 @@ class Judge(RemoteGrader):
         if len(said) < self.votes:
             reason = f"the judge's server gave {len(said)} of {self.votes} votes: it seems not to heed `n`"
             return Score.failed("invalid", reason)
-        return self.decide(said)
+        return said
 
-    def decide(self, said: list[str]) -> Score:
-        """Make a score of what the judge said, once per vote."""
-        votes = [vote for text in said if (vote := self._vote(text)) is not None]
+    def find(self, text: str) -> str | None:
+        """Return what the pattern's group holds at its last match; None without one."""
+        last = None
+        for last in self._regex.finditer(text):  # noqa: B007
+            pass
+        found: str | None = None if last is None else last[1]
+        return found
+
+    def decide(self, said: Sequence[str], found: Sequence[str | None], trouble: str = "") -> Score:
+        """Make a score of what the judge said, once per vote, and what was found in it.
+
+        `trouble` says why something could not be searched.
+        """
+        votes = [vote for text in found if (vote := self._vote(text)) is not None]
         if len(votes) < self.min_votes:
             shown = said[0][-200:] if said else ""
             return Score.failed(
                 "invalid",
                 f"{len(votes)} of {len(said)} answers of the judge hold a score from {self.scale[0]:g} to "
-                f"{self.scale[1]:g}, {self.min_votes} are needed. One ends with: {shown!r}",
+                f"{self.scale[1]:g}, {self.min_votes} are needed. {trouble}One ends with: {shown!r}",
             )
         parts = {"votes": float(len(votes)), "spread": max(votes) - min(votes)} if self.votes > 1 else {}
         return Score(self._combined(votes), parts=parts)
 
-    def _vote(self, text: str) -> float | None:
-        found = list(self._regex.finditer(text))
-        if not found:
-            return None
+    def _vote(self, found: str | None) -> float | None:
         try:
-            score = float(found[-1][1])
-        except (TypeError, ValueError):
+            score = float(found or "")
+        except ValueError:
             return None
         low, high = self.scale
         return (score - low) / (high - low) if math.isfinite(score) and low <= score <= high else None

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
+from practicum.control_tokens import without_control_tokens
 from practicum.reward.graders.base import Grader
 from practicum.reward.values import score_of
 from practicum.types import Prompt, Sample, Score
@@ -113,10 +114,15 @@ class Classifier(RemoteGrader):
     async def grade(self, sample: Sample, client: RewardClient) -> Score:
         # Asked in the shape of vLLM's /classify; raw outputs, since a reward need not lie between 0 and 1.
         body: dict[str, Any] = {"use_activation": False, **({"model": self.model} if self.model else {})}
-        if sample.prompt.messages is None:
-            body["input"] = f"{sample.prompt.text}{sample.text}"
+        # No text of a message or an answer may become a control token. Our replicas see to it, others may not.
+        safe = (lambda text: without_control_tokens(text)[0]) if self.urls else str
+        if sample.prompt.messages is not None:
+            chat = [*conversation(sample.prompt), {"role": "assistant", "content": sample.text}]
+            body["messages"] = [{**message, "content": safe(message["content"])} for message in chat]
+        elif self.urls:
+            body["input"] = f"{sample.prompt.text}{safe(sample.text)}"
         else:
-            body["messages"] = [*conversation(sample.prompt), {"role": "assistant", "content": sample.text}]
+            body |= {"input": sample.prompt.text, "answer": sample.text}
         reply = await client.post(self.target, self.path or "/classify", body, self.headers())
         try:
             (row,) = reply["data"]

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from practicum.config import AgentConfig
+from practicum.control_tokens import ControlTokens
 from practicum.errors import ConversationError, RolloutError
 from practicum.models import encode_prompts
 from practicum.replay import decoded
@@ -194,6 +195,7 @@ class _Conversation:
         self.first: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()  # turn of the model
         self._turn: EngineSequence | None = None  # with the engine
         self._reply: asyncio.Future[Any] | None = None
+        self._num_control_tokens = 0  # in what others said
         self._is_cancelled = False
 
     def end(self, sample: Sample) -> None:
@@ -201,6 +203,8 @@ class _Conversation:
         counts["turns"] = self._transcript.num_turns
         for status, num in self._interaction.counts.items():
             counts[f"calls_{status}"] = counts.get(f"calls_{status}", 0) + num
+        if self._num_control_tokens:
+            counts["control_tokens"] = counts.get("control_tokens", 0) + self._num_control_tokens
         self.trajectory.add(sample)
 
     def begin(self) -> EngineSequence | None:
@@ -259,7 +263,8 @@ class _Conversation:
         prompt = self.group.prompt
         said = await self._unless_cancelled(self._interaction.begin(prompt))
         if said is not None:
-            ids = _with_more(self._tokenizer, prompt, said)
+            self._num_control_tokens += self._of.template.control_tokens.count(said)
+            ids = _with_more(self._tokenizer, prompt, said, self._of.template.control_tokens)
             self._transcript = Transcript(prompt, ids)
             if self._room < 1:
                 raise InteractionFailed(
@@ -306,6 +311,7 @@ class _Conversation:
 
     def _between(self, turn: Sample, said: Sequence[ChatMessage]) -> NDArray[np.int32]:
         template = self._of.template
+        self._num_control_tokens += template.control_tokens.count(said)
         return template.in_text(said) if self.group.prompt.messages is None else template.between(turn.token_ids, said)
 
     def _ended(self, turn: Sample | None, reason: FinishReason) -> Sample:
@@ -417,10 +423,10 @@ class Transcript:
         return transcript, last
 
 
-def _with_more(tokenizer: Any, prompt: Prompt, said: str) -> NDArray[np.int32]:
+def _with_more(tokenizer: Any, prompt: Prompt, said: str, control_tokens: ControlTokens) -> NDArray[np.int32]:
     """Return the tokens of a prompt after which an environment has said something."""
     if prompt.messages is None:
-        longer = replace(prompt, text=f"{prompt.text}{said}")
-    else:
-        longer = replace(prompt, messages=(*prompt.messages, Message("user", said)))
-    return encode_prompts(tokenizer, [longer])[0]
+        text = f"{prompt.text}{control_tokens.mark(said, has_edges=True)}"
+        return np.array(control_tokens.encode(text, add_special_tokens=True), np.int32)
+    longer = replace(prompt, messages=(*prompt.messages, Message("user", said)))
+    return encode_prompts(tokenizer, [longer], control_tokens=control_tokens)[0]

@@ -5,7 +5,7 @@
 
 What the model wrote is never rendered again: its text might be tokenised differently, and the trainer would then see
 other tokens than the engine did. The chat template is rendered for a short conversation in which a fixed text stands
-for the model's turn, and what comes after that text is taken.
+for the model's turn, and what comes after that text is taken. Control tokens in what others say are plain text.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
+from practicum.control_tokens import ControlTokens
 from practicum.errors import ModelError
 from practicum.rollout.agent.interaction import ChatMessage
 
@@ -31,12 +32,13 @@ class TurnTemplate:
     """The chat template of one tokenizer, with one set of tools."""
 
     def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.control_tokens = ControlTokens(tokenizer)
         self._tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools] or None
 
     def between(self, written: Sequence[int] | NDArray[np.int32], said: Sequence[ChatMessage]) -> NDArray[np.int32]:
         """Return the tokens from the end of what the model has written to where it goes on."""
-        closing, ids = self._after_turn(said)
+        closing, ids = self._after_turn(self.control_tokens.mark(said))
         # The model may have written the end of its turn itself, or a part of it.
         for overlap in range(min(len(closing), len(written)), 0, -1):
             if list(written[-overlap:]) == ids[:overlap]:
@@ -45,7 +47,7 @@ class TurnTemplate:
 
     def in_text(self, said: Sequence[ChatMessage]) -> NDArray[np.int32]:
         """Return the same for a prompt that is plain text: what is said stands on lines of its own."""
-        text = "".join(f"\n{message['content']}" for message in said) + "\n"
+        text = "".join(f"\n{message['content']}" for message in self.control_tokens.mark(said)) + "\n"
         return np.array(self._ids(text), np.int32)
 
     def render(self, messages: Sequence[ChatMessage], *, opens_turn: bool = False) -> str:
@@ -92,5 +94,4 @@ class TurnTemplate:
         return both[len(first) :] if both[: len(first)] == first else self._ids(tail)
 
     def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return self.control_tokens.encode(text)

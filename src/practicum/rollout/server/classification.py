@@ -211,7 +211,8 @@ class ClassificationService(Service):
 
     def _read(self, data: bytes) -> tuple[ClassifyRequest, list[Ids]]:
         body = self.parse(ClassifyRequest, data)
-        inputs = [self.encoder.text(text) for text in body.texts]
+        self.metrics.num_control_tokens.inc(self.encoder.control_tokens.count(body.answer))
+        inputs = [self.encoder.text(text, body.answer) for text in body.texts]
         inputs += [self.encode_chat(chat, opens_turn=False) for chat in body.chats]
         for index, ids in enumerate(inputs):
             self.limit.check(len(ids), "the input has" if len(inputs) == 1 else f"input {index} has")

@@ -11,10 +11,17 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
+from practicum.control_tokens import ControlTokens
 from practicum.rollout.server.errors import BadRequest
 
 Ids = NDArray[np.int32]
 TOO_LONG = "context_length_exceeded"
+# Options of transformers' `apply_chat_template`. A client with a template of its own could write any special token.
+_NOT_VARIABLES = frozenset({
+    "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +59,11 @@ class Encoder:
         self._vocab_size = vocab_size or len(tokenizer)
         self.token_text = lru_cache(maxsize=100_000)(self._token_text)
 
-    def text(self, text: str, *, add_special_tokens: bool = True) -> Ids:
-        """Encode plain text, with the special tokens that the tokenizer adds by itself."""
-        return self._ids(text, add_special_tokens=add_special_tokens)
+    def text(self, text: str, answer: str = "", *, add_special_tokens: bool = True) -> Ids:
+        """Encode a text, with the special tokens that are in it and that the tokenizer adds by itself, and after it an
+        answer, in which control tokens are plain text."""
+        marked = self._marked(answer, has_edges=True) if answer else ""
+        return self._ids(f"{text}{marked}", add_special_tokens=add_special_tokens)
 
     def chat(
         self,
@@ -64,26 +73,34 @@ class Encoder:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Ids:
-        """Encode messages by the tokenizer's chat template, which writes its own special tokens. Without one the
-        contents are joined by line breaks, and taken as plain text."""
+        """Encode messages by the tokenizer's chat template, which writes its own special tokens; those in messages and
+        tools are plain text. Without a template the contents are joined by line breaks."""
         template = self._tokenizer.chat_template
         if tools and "tools" not in str(template):
             raise BadRequest("the model's chat template has no place for tools: leave them out.")
         if any("tool_calls" in message for message in messages) and "tool_calls" not in str(template):
             raise BadRequest("the model's chat template has no place for tool_calls: leave them out of the messages.")
+        marked = self._marked(messages)
         if template is None:
-            return self.text("\n".join(str(message["content"] or "") for message in messages))
+            return self.text("\n".join(message["content"] or "" for message in marked))
+        for name in options or {}:
+            if name in _NOT_VARIABLES:
+                raise BadRequest(f"chat_template_kwargs: {name!r} is no variable of a chat template: leave it out.")
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=tools or None,
+                marked,
+                tools=self._marked(tools) or None,
                 add_generation_prompt=opens_turn,
                 tokenize=False,
-                **(options or {}),
+                **self._marked(options or {}),
             )
         except (TemplateError, TypeError) as error:  # a template that adds None to a text raises the latter
             raise BadRequest(f"the model's chat template refuses these messages: {error}.") from error
         return self._ids(text, add_special_tokens=False)
+
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        return ControlTokens(self._tokenizer)
 
     def checked(self, token_ids: Sequence[int]) -> Ids:
         """Return token ids that came as such, once they are known to be the model's."""
@@ -118,12 +135,18 @@ class Encoder:
         """Decode one token by itself, special or not. Half a character is shown as a replacement character."""
         return self.decode([token_id], skip_special_tokens=False)
 
+    def _marked(self, value: Any, *, has_edges: bool = False) -> Any:
+        try:
+            return self.control_tokens.mark(value, has_edges=has_edges)
+        except UnicodeEncodeError as error:
+            raise BadRequest(f"the input is no valid Unicode: {error.reason} at character {error.start}.") from error
+
     def _ids(self, text: str, *, add_special_tokens: bool) -> Ids:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise BadRequest(f"the input is no valid Unicode: {error.reason} at character {error.start}.") from error
-        ids = np.array(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"], dtype=np.int32)
+        ids = np.array(self.control_tokens.encode(text, add_special_tokens=add_special_tokens), dtype=np.int32)
         if not len(ids):
             raise BadRequest("the input has no tokens under the model's tokenizer.")
         return ids

@@ -33,6 +33,11 @@ class Metrics:
         self.num_abandoned = Counter(
             "practicum_server_abandoned", "Requests whose client went away.", registry=registry
         )
+        self.num_control_tokens = Counter(
+            "practicum_server_control_tokens",
+            "Control tokens in the messages of chats, read as plain text.",
+            registry=registry,
+        )
         self._read = Counter("practicum_server_prompt_tokens", "Tokens that were read.", registry=registry)
         self._written = Counter("practicum_server_written_tokens", "Tokens that were written.", registry=registry)
 

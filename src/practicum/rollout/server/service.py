@@ -119,6 +119,7 @@ class Service(ABC):
                 read.append(message.for_template(self.reader))
             except ValueError as error:
                 raise BadRequest(f"messages.{index}: {error}.") from error
+        self.metrics.num_control_tokens.inc(self.encoder.control_tokens.count(read))
         return self.encoder.chat(read, opens_turn=opens_turn, tools=tools, options=options)
 
     def tokenize(self, data: bytes) -> dict[str, object]:

@@ -37,6 +37,7 @@ class WorkerHost:
     def __init__(self) -> None:
         self._context = WorkerContext(group="?")
         self._worker: Worker | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # which runs its coroutines, and its close
         self._address = host_address()
 
     def build(self, packed: RayClassWithInitArgs[Any], context: WorkerContext) -> None:
@@ -56,11 +57,16 @@ class WorkerHost:
     def close(self) -> None:
         worker, self._worker = self._worker, None
         if worker is not None:
-            close_worker(worker)
+            close_worker(worker, self._loop)
+
+    def note_loop(self) -> None:
+        """Note that a coroutine of the worker runs on this loop, unless the loop of those before still runs."""
+        if self._loop is None or not self._loop.is_running():
+            self._loop = asyncio.get_running_loop()
 
     @contextmanager
     def method(self, role: str | None, name: str) -> Iterator[Callable[..., Any]]:
-        """A method of the worker. An exception leaves the block as a `WorkerError` that says who raised it where."""
+        """Give a method of the worker. An exception leaves the block as a `WorkerError` that names worker and place."""
         target: Any = self._worker
         if role is not None:
             target = target.roles[role]
@@ -89,6 +95,7 @@ class WorkerHost:
 async def call_awaited(
     host: WorkerHost, role: str | None, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
+    host.note_loop()
     with host.method(role, name) as method:
         return await method(*args, **kwargs)
 
@@ -96,6 +103,7 @@ async def call_awaited(
 async def stream(
     host: WorkerHost, role: str | None, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> AsyncGenerator[Any, None]:
+    host.note_loop()
     with host.method(role, name) as method:
         async with aclosing(method(*args, **kwargs)) as items:
             async for item in items:

@@ -67,6 +67,10 @@ class Writer(Worker):
     async def pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
+    async def block_the_loop(self, seconds: float) -> AsyncIterator[None]:
+        time.sleep(seconds)
+        yield
+
     async def on_device_thread(self) -> tuple[str, str]:
         return threading.current_thread().name, await self.on_device(lambda: threading.current_thread().name)
 
@@ -302,6 +306,17 @@ def test_a_deadline_shows_what_all_ranks_do_and_await(mortals: WorkerGroup[Write
         await busy
 
     run_sync(main())
+
+
+def test_a_worker_whose_event_loop_is_blocked_is_named_after_one_deadline(mortals: WorkerGroup[Writer]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(11.0):  # two deadlines would be more
+            async for _ in mortals.with_timeout(6.0).stream(1, Writer.block_the_loop, 60.0):
+                raise AssertionError("not reached")
+
+    with pytest.raises(DeadlineError, match=r"next item of Writer.block_the_loop .*no answer from rank 1") as caught:
+        run_sync(main())
+    assert "time.sleep(seconds)" in caught.value.stacks[1]
 
 
 def test_a_restart_ends_what_is_under_way(mortals: WorkerGroup[Writer]) -> None:

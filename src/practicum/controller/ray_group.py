@@ -22,6 +22,8 @@ from practicum.errors import CallError, DeadlineError, ResourceError, WorkerDied
 
 log = logging.getLogger("practicum.controller")
 
+_LATE_END_S = 1.0  # for a worker that was late to end its call: its event loop may be blocked
+
 
 class RayWorkerGroup(WorkerGroup[W]):
     """One worker per place of the pool. A `detached` group outlives its driver; others find it by name (`attach`)."""
@@ -123,7 +125,7 @@ class RayWorkerGroup(WorkerGroup[W]):
                 return await workers.arrive(handles, ranks, call.what, until)
             except asyncio.CancelledError:
                 if call.is_awaited:
-                    await self._cancel(workers, ranks, call_ids, call.what)
+                    await self._cancel(workers, ranks, call_ids, call.what, self._timeout_s)
                 raise
 
         collect = functools.partial(workers.collect, handles, ranks, call.what)
@@ -134,7 +136,7 @@ class RayWorkerGroup(WorkerGroup[W]):
         arguments = self._packed(call, workers, 1)(rank)
         with self._send_lock:
             items, call_id = workers.send(rank, host_method(call.role, call.method, True), arguments)
-        has_ended = False
+        has_ended, end_s = False, self._timeout_s
         try:
             while True:
                 deadline = time.monotonic() + self._timeout_s
@@ -145,22 +147,24 @@ class RayWorkerGroup(WorkerGroup[W]):
                     has_ended = True
                     return
                 except TimeoutError:
+                    end_s = _LATE_END_S
                     raise await asyncio.to_thread(workers.late, [rank], f"the next item of {call.what}") from None
                 yield reply
         finally:
             if not has_ended:
-                await self._cancel(workers, [rank], [call_id], call.what)
+                await self._cancel(workers, [rank], [call_id], call.what, end_s)
 
-    async def _cancel(self, workers: WorkerSet, ranks: Sequence[int], call_ids: Sequence[Any], what: str) -> None:
+    async def _cancel(
+        self, workers: WorkerSet, ranks: Sequence[int], call_ids: Sequence[Any], what: str, timeout_s: float
+    ) -> None:
         """Cancel calls of coroutines, and return when they have ended. That they do not end is logged, not raised: it
-        must not stand for the error or the cancellation that led here."""
+        must not hide the error or the cancellation that led here."""
         try:
             with self._send_lock:
                 handles = [
                     workers.send(rank, "cancel", [call_id])[0] for rank, call_id in zip(ranks, call_ids, strict=True)
                 ]
-            deadline = time.monotonic() + self._timeout_s
-            await workers.arrive(handles, ranks, f"the end of {what}, cancelled", deadline)
+            await workers.arrive(handles, ranks, f"the end of {what}, cancelled", time.monotonic() + timeout_s)
         except WorkerDied:
             pass  # a process that is gone runs no coroutines
         except DeadlineError as error:

@@ -128,6 +128,8 @@ def test_a_dead_worker_is_noticed_while_others_are_busy_and_the_group_restarts(g
         group.execute_all(Mortal.exit, 1)
     assert time.monotonic() - start < 30
     assert (caught.value.ranks, caught.value.pid) == ((1,), before[1])
+    # Callers of groups find what they can do in the traceback; the message is also read by those who train.
+    assert "restart()" not in str(caught.value) and any("restart()" in note for note in caught.value.__notes__)
     with pytest.raises(WorkerDied, match="rank 1"):
         group.execute_all(Mortal.pid)
     group.restart()

@@ -341,12 +341,10 @@ class WorkerSet:
             kind, reason = NodeLost, "its node is gone or cannot be reached"
         elif isinstance(error, OutOfMemoryError):
             reason = "its process was ended because its node ran out of memory"
-        return kind(
-            f"group {self.plan.name!r}: {self._whereabouts([rank])} died during {what}: {reason}. "
-            "restart() brings the group back.",
-            remote_traceback=str(error),
-            **self._of([rank]),
-        )
+        text = f"group {self.plan.name!r}: {self._whereabouts([rank])} died during {what}: {reason}."
+        death = kind(text, remote_traceback=str(error), **self._of([rank]))
+        death.add_note("A group of your own is started anew by its `restart()`.")  # in tracebacks only
+        return death
 
     def _error(self, text: str, rank: int, error: RayError) -> WorkerError:
         message = f"group {self.plan.name!r}: {self._whereabouts([rank])} {text}"

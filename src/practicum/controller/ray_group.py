@@ -14,6 +14,7 @@ import ray
 
 from practicum.controller.group import Call, GroupFuture, Replies, WorkerGroup, positive_seconds
 from practicum.controller.host import host_method
+from practicum.controller.loop import run_sync
 from practicum.controller.pool import RayResourcePool
 from practicum.controller.wire import INLINE_BYTES, Payload, Slot, num_bytes, pack_arguments
 from practicum.controller.worker import Mesh, RayClassWithInitArgs, W, known_as
@@ -39,7 +40,9 @@ class RayWorkerGroup(WorkerGroup[W]):
         detached: bool = False,
         start_timeout_s: float = 120.0,
         timeout_s: float = 600.0,
+        starts: bool = True,
     ) -> None:
+        """`starts=False` leaves the start to `restart_async`, for callers on an event loop."""
         name = name or packed.cls.__name__
         use_gpu = pool.use_gpu if use_gpu is None else use_gpu
         positive_seconds(start_timeout_s, "start_timeout_s", name)
@@ -51,13 +54,14 @@ class RayWorkerGroup(WorkerGroup[W]):
             raise CallError(
                 f"detached group {name!r} needs a whole detached pool, which its attached drivers can release"
             )
-        self._hold(plan, plan.start())
+        self._hold(plan, run_sync(plan.start()) if starts else None)
 
-    def _hold(self, plan: WorkerSetPlan, workers: WorkerSet) -> None:
+    def _hold(self, plan: WorkerSetPlan, workers: WorkerSet | None) -> None:
         self._plan = plan
-        self._workers: WorkerSet | None = workers  # None when there are none
+        self._workers = workers  # None when there are none
+        self._num_ends = 0
         self._origin = self  # of all views, which have the same workers
-        self._lock = threading.Lock()  # starts and ends come one after another
+        self._restarting = threading.Lock()  # restarts come one after another
         # Calls of two threads reach all ranks in one order: else their collectives would wait for each other.
         self._send_lock = threading.Lock()
 
@@ -86,15 +90,21 @@ class RayWorkerGroup(WorkerGroup[W]):
 
     def restart(self) -> None:
         """Start the workers anew, also after processes were lost, or nodes as long as others have room."""
-        with self._lock:
-            self._end()
-            self._origin._workers = self._plan.start()
+        with self._restarting:
+            run_sync(self.restart_async())
+
+    async def restart_async(self) -> None:
+        await asyncio.to_thread(self.shutdown)
+        num_ends = self._origin._num_ends
+        self._origin._workers = await self._plan.start()
+        if self._origin._num_ends > num_ends:
+            self.shutdown()
+            raise WorkerDied(
+                f"group {self.name!r} was shut down while it started", group=self.name, ranks=range(self.world_size)
+            )
 
     def shutdown(self) -> None:
-        with self._lock:
-            self._end()
-
-    def _end(self) -> None:
+        self._origin._num_ends += 1
         workers, self._origin._workers = self._origin._workers, None
         if workers is not None:
             if workers.plan.detached and workers.is_reachable:

@@ -117,7 +117,7 @@ class Location:
     node_id: str
     address: str
     pid: int
-    free_port: int
+    master_port: int  # held for the time that the process lives
     stack: StackAddress
 
     def __str__(self) -> str:
@@ -135,8 +135,9 @@ class RayHost(WorkerHost):
 
         # The address by which Ray's nodes know each other: the machine may have others.
         self._address = ray._private.worker.global_worker.node_ip_address
-        node_id = ray.get_runtime_context().get_node_id()
-        return Location(node_id, self._address, os.getpid(), free_port(), serve_stacks(self._address, running_loop()))
+        self._held = hold_port()
+        port, stack = self._held.getsockname()[1], serve_stacks(self._address, running_loop())
+        return Location(ray.get_runtime_context().get_node_id(), self._address, os.getpid(), port, stack)
 
     def build_packed(self, packed: Payload, context: WorkerContext) -> None:
         import ray
@@ -310,7 +311,16 @@ def host_address() -> str:
         return str(probe.getsockname()[0])
 
 
+def hold_port() -> socket.socket:
+    """Return a socket that is bound to a port but does not listen. Until it is closed, nobody who asks for a free port
+    is given this one, while a server that is told the port, such as torch's TCPStore, can listen there."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: then both may have the port
+    held.bind(("", 0))
+    return held
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that was free a moment ago."""
+    with hold_port() as held:
+        return int(held.getsockname()[1])

@@ -146,7 +146,7 @@ class WorkerSetPlan:
                 local_world_size=on_node[location.node_id],
                 node_rank=node_ranks[location.node_id],
                 master_address=locations[0].address,
-                master_port=locations[0].free_port,
+                master_port=locations[0].master_port,
                 meshes=self.meshes,
             )
             for rank, location in enumerate(locations)

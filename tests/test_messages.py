@@ -18,7 +18,7 @@ from practicum.messages import errors_as_messages
             2,
             "error: bad routes\n",
         ),
-        (WorkerError("rank 1 is gone", group="actor", ranks=[1]), 1, "error: rank 1 is gone\nresume=auto goes on"),
+        (WorkerError("rank 1 is gone", group="actor", ranks=[1]), 1, "error: rank 1 is gone\nresume=auto continues"),
         (KeyboardInterrupt(), 130, "error: stopped by you\n"),
     ],
 )

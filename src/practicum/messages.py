@@ -19,7 +19,7 @@ USER_ERROR, WORKER_ERROR = 2, 1
 
 @contextmanager
 def errors_as_messages(
-    debug: bool, interrupted: str = "interrupted. resume=auto goes on from the newest checkpoint."
+    debug: bool, interrupted: str = "interrupted. resume=auto continues from the newest checkpoint."
 ) -> Iterator[None]:
     """An error made on purpose is a paragraph and an exit code; anything else is a bug and keeps its traceback."""
     signal.signal(signal.SIGTERM, _terminated)  # so that `finally` blocks run and no worker is left behind
@@ -36,7 +36,7 @@ def errors_as_messages(
         cause = error.cause if isinstance(error, WorkerError) else error
         if isinstance(cause, PracticumError):
             _fail(str(cause), USER_ERROR)
-        hint = "" if debug else "\nresume=auto goes on from the newest checkpoint; --debug shows the traceback."
+        hint = "" if debug else "\nresume=auto continues from the newest checkpoint; --debug shows the traceback."
         _fail(f"{error}{hint}", WORKER_ERROR)
 
 

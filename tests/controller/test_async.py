@@ -67,6 +67,10 @@ class Writer(Worker):
     async def pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
+    async def block_the_loop(self, seconds: float) -> AsyncIterator[None]:
+        time.sleep(seconds)
+        yield
+
     async def on_device_thread(self) -> tuple[str, str]:
         return threading.current_thread().name, await self.on_device(lambda: threading.current_thread().name)
 
@@ -99,12 +103,19 @@ class Plain(Worker):
 
 
 class Closing(Worker):
-    def __init__(self, diary: list[str]) -> None:
+    def __init__(self, diary: list[Any]) -> None:
         self.diary = diary
+
+    async def work(self) -> None: ...
 
     async def close(self) -> None:
         await asyncio.sleep(0)
-        self.diary.append("closed")
+        self.diary.append(asyncio.get_running_loop())
+
+
+class NeverClosed(Worker):
+    async def close(self) -> None:
+        await asyncio.sleep(60)
 
 
 @pytest.fixture(scope="module")
@@ -297,6 +308,17 @@ def test_a_deadline_shows_what_all_ranks_do_and_await(mortals: WorkerGroup[Write
     run_sync(main())
 
 
+def test_a_worker_whose_event_loop_is_blocked_is_named_after_one_deadline(mortals: WorkerGroup[Writer]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(11.0):  # two deadlines would be more
+            async for _ in mortals.with_timeout(6.0).stream(1, Writer.block_the_loop, 60.0):
+                raise AssertionError("not reached")
+
+    with pytest.raises(DeadlineError, match=r"next item of Writer.block_the_loop .*no answer from rank 1") as caught:
+        run_sync(main())
+    assert "time.sleep(seconds)" in caught.value.stacks[1]
+
+
 def test_a_restart_ends_what_is_under_way(mortals: WorkerGroup[Writer]) -> None:
     async def main() -> None:
         stream = mortals.stream(0, Writer.count, 5, pause_s=60.0)
@@ -343,13 +365,13 @@ def test_the_twin_runs_coroutines_on_the_loop_of_the_caller() -> None:
 
 
 def test_a_close_that_is_a_coroutine_is_run() -> None:
-    diary: list[str] = []
+    diary: list[Any] = []
     packed = RayClassWithInitArgs(Closing, diary)
     LocalWorkerGroup(packed).shutdown()
     fused = RayClassWithInitArgs(FusedWorker, a=packed, b=RayClassWithInitArgs(Plain), c=packed)
     with LocalWorkerGroup(fused):
         pass
-    assert diary == ["closed"] * 3
+    assert diary == [driver_loop()] * 3
 
     async def main() -> None:
         group = LocalWorkerGroup(packed)
@@ -359,6 +381,33 @@ def test_a_close_that_is_a_coroutine_is_run() -> None:
         await until(lambda: len(diary) == 5)
 
     run_sync(main())
+
+
+def test_a_close_runs_on_the_loop_of_the_other_coroutines_for_as_long_as_that_runs() -> None:
+    diary: list[Any] = []
+    fused = RayClassWithInitArgs(FusedWorker, role=RayClassWithInitArgs(Closing, diary))
+    group = LocalWorkerGroup(fused)
+
+    async def main() -> asyncio.AbstractEventLoop:
+        await group.role("role", Closing).execute_all_async(Closing.work)
+        return asyncio.get_running_loop()
+
+    async def main_that_closes() -> None:
+        loop = await main()
+        await asyncio.to_thread(group.restart)
+        assert diary == [loop]
+
+    asyncio.run(main_that_closes())
+    asyncio.run(main())
+    group.shutdown()
+    assert diary[1:] == [driver_loop()]
+
+
+def test_a_close_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("practicum.controller.worker._MOST_CLOSE_S", 0.1)
+    group = LocalWorkerGroup(RayClassWithInitArgs(NeverClosed), name="open")
+    with pytest.raises(DeadlineError, match=r"'open': NeverClosed.close of rank 0 was not done within 0.1 s"):
+        group.shutdown()
 
 
 def test_a_coroutine_is_cancelled_when_its_waiter_is_interrupted() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -22,8 +26,15 @@ with ray_cluster():
 """
 
 
-def start_driver() -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+def start_driver(env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env)
+
+
+def has_workers(driver: subprocess.Popen[bytes]) -> bool:
+    with suppress(psutil.NoSuchProcess):  # one that has ended meanwhile
+        started = psutil.Process(driver.pid).children(recursive=True)
+        return any("default_worker" in " ".join(process.cmdline()) for process in started)
+    return False
 
 
 @pytest.mark.slow
@@ -50,6 +61,22 @@ def test_nor_a_driver_killed_while_ray_starts(delay_s: float) -> None:
     driver.kill()
     driver.wait(30)
     assert not psutil.wait_procs(started, timeout=20)[1]
+
+
+@pytest.mark.slow
+def test_an_interrupt_while_ray_starts_ends_the_driver_without_a_crash(tmp_path: Path) -> None:
+    slow_workers = "import sys, time\nif 'default_worker' in ''.join(sys.orig_argv): time.sleep(10)"
+    (tmp_path / "sitecustomize.py").write_text(slow_workers)  # the start of Ray ends with that of its first worker
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    driver = start_driver({**os.environ, "PYTHONPATH": path})
+    deadline = time.monotonic() + 60
+    while not has_workers(driver):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(1.0)
+    driver.send_signal(signal.SIGINT)
+    assert driver.communicate(timeout=60)[0] == b""
+    assert driver.returncode == -signal.SIGINT
 
 
 @pytest.mark.slow

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -58,6 +60,9 @@ class Mortal(Worker):
     def pid(self) -> int:
         return os.getpid()
 
+    def master_port(self) -> int:
+        return self.context.master_port
+
     def variable(self, name: str) -> str | None:
         return os.environ.get(name)
 
@@ -82,6 +87,21 @@ class Mortal(Worker):
 
     def apply(self, function: Callable[[int], int]) -> int:
         return function(self.rank)
+
+
+class Meeting(Worker):
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", init_method="env://")
+
+    def met(self) -> str:
+        import torch.distributed as dist
+
+        names: list[Any] = [None, None]
+        dist.all_gather_object(names, self.context.group)
+        (name,) = set(names)
+        return str(name)
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +148,8 @@ def test_a_dead_worker_is_noticed_while_others_are_busy_and_the_group_restarts(g
         group.execute_all(Mortal.exit, 1)
     assert time.monotonic() - start < 30
     assert (caught.value.ranks, caught.value.pid) == ((1,), before[1])
+    # Callers of groups find what they can do in the traceback; the message is also read by those who train.
+    assert "restart()" not in str(caught.value) and any("restart()" in note for note in caught.value.__notes__)
     with pytest.raises(WorkerDied, match="rank 1"):
         group.execute_all(Mortal.pid)
     group.restart()
@@ -186,6 +208,44 @@ def test_each_rank_is_a_process_of_its_own_and_calls_run_in_its_main_thread(grou
     assert group.execute_all(Mortal.is_main_thread) == [True, True]
     assert group.execute_all(Mortal.variable, "RANK") == ["0", "1"]
     assert group.execute_all(Mortal.variable, "WORLD_SIZE") == ["2", "2"]
+
+
+def test_where_the_ranks_meet_nobody_else_can_listen(group: RayWorkerGroup[Mortal]) -> None:
+    (port,) = set(group.execute_all(Mortal.master_port))
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", port))
+
+
+def test_groups_that_start_at_the_same_moment_meet_each_for_itself(pool: RayResourcePool) -> None:
+    async def main() -> None:
+        groups = [
+            RayWorkerGroup(pool, RayClassWithInitArgs(Meeting), name=name, starts=False) for name in ("one", "two")
+        ]
+        try:
+            await asyncio.gather(*(group.restart_async() for group in groups))
+            assert [group.execute_all(Meeting.met) for group in groups] == [["one", "one"], ["two", "two"]]
+        finally:
+            for group in groups:
+                group.shutdown()
+
+    asyncio.run(main())
+
+
+def test_a_shutdown_during_a_restart_does_not_wait_for_it_and_counts(group: RayWorkerGroup[Mortal]) -> None:
+    async def main() -> None:
+        restarting = asyncio.create_task(group.restart_async())
+        while all(place.tenants for place in group.pool.places):
+            await asyncio.sleep(0)
+        while not all(place.tenants for place in group.pool.places):
+            await asyncio.sleep(0)
+        group.shutdown()
+        with pytest.raises(WorkerDied, match="was shut down while it started"):
+            await restarting
+
+    asyncio.run(main())
+    assert all(place.tenants == [] for place in group.pool.places)
+    with pytest.raises(WorkerDied, match="has been shut down"):
+        group.execute_all(Mortal.pid)
 
 
 def test_what_a_worker_started_ends_with_it(group: RayWorkerGroup[Mortal]) -> None:

@@ -19,6 +19,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from practicum.controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, open_controller
+from practicum.controller.loop import run_sync
 from practicum.errors import NodeLost, ResourceError
 
 PER_NODE = {"num_cpus": 2, "object_store_memory": 80 * 1024 * 1024}
@@ -54,7 +55,7 @@ def packing() -> dict[str, Any]:
         third = all_nodes.execute_all(Citizen.place)
         all_nodes.shutdown()
     with open_controller("ray", num_workers=5, use_gpu=False, max_colocate_count=1) as controller:
-        spread = controller.group(RayClassWithInitArgs(Citizen), name="five").execute_all(Citizen.place)
+        spread = run_sync(controller.group(RayClassWithInitArgs(Citizen), name="five")).execute_all(Citizen.place)
     return {"first": first, "second": second, "all_nodes": third, "spread": spread}
 
 

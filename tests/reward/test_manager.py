@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from practicum import Sample
 from practicum.controller import Controller, LocalWorkerGroup, RayClassWithInitArgs, open_controller
+from practicum.controller.loop import run_sync
 from practicum.errors import DeadlineError, RewardError, WorkerDied
 from practicum.reward import RewardLoopManager, RewardLoopWorker
 from practicum.reward.executors import Graded
@@ -624,7 +625,7 @@ def test_a_worker_killed_in_the_middle_costs_no_score(two_processes: Controller,
             assert report.num_restarts == num_restarts
         assert not psutil.wait_procs(servers, timeout=10)[1]  # those of the group started anew are others
 
-    with two_processes.group(packed, name="mortal graders") as group:
+    with run_sync(two_processes.group(packed, name="mortal graders")) as group:
         run(lambda: test(group))
 
 
@@ -645,5 +646,5 @@ def test_a_round_that_is_left_stops_what_workers_on_ray_began(two_processes: Con
         assert values(scores_of(groups)) == [1.0, 1.0]
         assert len(file.read_text().split()) == 6
 
-    with two_processes.group(packed, name="graders that are left") as group:
+    with run_sync(two_processes.group(packed, name="graders that are left")) as group:
         run(lambda: test(group))

@@ -36,6 +36,23 @@ def test_it_serves_at_its_address_and_sleeps(replica: LocalWorkerGroup[RewardMod
     assert score_of(ask(url, "/classify", {"input": "1+2=3"})) == before
 
 
+@pytest.mark.parametrize("closes_inside", [True, False])
+def test_it_is_closed_wherever_its_loop_is(classifier_folder: Path, closes_inside: bool) -> None:
+    group = start(RewardModelConfig(path=str(classifier_folder)))
+
+    async def main() -> str:
+        url = await group.execute_rank_zero_async(RewardModelReplica.address)
+        score_of(await asyncio.to_thread(ask, url, "/classify", {"input": "1+2=3"}))
+        if closes_inside:
+            await asyncio.to_thread(group.shutdown)
+        return url
+
+    url = asyncio.run(main())
+    group.shutdown()
+    with pytest.raises(OSError):
+        ask(url, "/health", method="GET")
+
+
 def test_it_tells_its_memory(replica: LocalWorkerGroup[RewardModelReplica]) -> None:
     memory = replica.execute_rank_zero(RewardModelReplica.memory)
     assert memory.weights > 300_000

@@ -1,4 +1,4 @@
-"""The single controller: pools of resources, packed worker classes, and groups that one call drives. Knows no RL."""
+"""The single controller: pools of resources, packed worker classes, and groups that one call drives. It knows no RL."""
 
 from practicum.controller.backend import Controller, num_replicas, open_controller, places_beside
 from practicum.controller.cluster import ray_cluster, starts_here

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Literal, TypeVar
 
 import ray
@@ -31,7 +31,7 @@ class Controller:
         self.call_timeout_s = call_timeout_s
         self._groups: list[WorkerGroup[Worker]] = []
 
-    def group(
+    async def group(
         self,
         packed: RayClassWithInitArgs[W],
         *,
@@ -53,7 +53,9 @@ class Controller:
                 use_gpu=use_gpu,
                 start_timeout_s=self._start_timeout_s,
                 timeout_s=self.call_timeout_s,
+                starts=False,
             )
+            await group.restart_async()
         self._groups.append(group)  # type: ignore[arg-type]
         return group
 
@@ -79,6 +81,8 @@ def open_controller(
     call_timeout_s: float = 600.0,
 ) -> Iterator[Controller]:
     """Return a controller for a `with` block; its groups, pool and, if it started one, Ray end with the block.
+
+    It blocks while it waits for the pool, and for what groups do at their end: do not enter it on an event loop.
 
     `use_gpu=None` takes GPUs where the cluster has enough of them.
     """
@@ -116,8 +120,8 @@ def num_replicas(wanted: int | Literal["auto"], pool: RayResourcePool | None, wh
     return wanted
 
 
-@contextmanager
-def places_beside(
+@asynccontextmanager
+async def places_beside(
     controller: Controller,
     wanted: int | Literal["auto"],
     *,
@@ -125,7 +129,7 @@ def places_beside(
     num_key: str = "replicas",
     gpus_each: int = 1,
     num_spared: int = 0,
-) -> Iterator[RayResourcePool]:
+) -> AsyncIterator[RayResourcePool]:
     """Reserve unused resources beside the controller's pool, `gpus_each` GPUs a place if the controller has GPUs.
 
     `auto` takes all of it but the `num_spared` that others will ask for; on CPUs one place, since a single copy uses
@@ -145,5 +149,6 @@ def places_beside(
         )
     more = {"GPU": float(each)} if controller.uses_gpu else {}
     # One entry each: on any node that has room.
-    with RayResourcePool([1] * num, use_gpu=controller.uses_gpu, resources_per_process=more) as pool:
+    pool = RayResourcePool([1] * num, use_gpu=controller.uses_gpu, resources_per_process=more, waits=False)
+    async with pool:
         yield pool

@@ -47,6 +47,7 @@ def ray_cluster(address: str | None = None, *, show_output: bool = False) -> Ite
     os.environ.setdefault("RAY_process_group_cleanup_enabled", "1")
     with ExitStack() as stack:
         all_started = None if address else stack.enter_context(watch_over_children())
+        stack.callback(ray.shutdown)
         try:
             with warnings.catch_warnings(), _own_signal_handlers():
                 warnings.simplefilter("ignore")
@@ -60,7 +61,6 @@ def ray_cluster(address: str | None = None, *, show_output: bool = False) -> Ite
             where = f"join the Ray cluster at {address!r}" if address else "start Ray on this machine"
             token = " If it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN." if address else ""
             raise ResourceError(f"could not {where}: {error}.{token}") from error
-        stack.callback(ray.shutdown)
         if all_started:
             _started_here.add(cluster_id())
             all_started()
@@ -97,15 +97,28 @@ def ensure_ray() -> None:
 
 @contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Restore the driver's handler of SIGTERM: with Ray's own, the signal ends in a crash dump."""
+    """Restore the driver's handler of SIGTERM: with Ray's own, the signal ends in a crash dump.
+
+    A first Ctrl-C takes effect at the end of the block: in the middle of Ray's start, it would end in a crash as well.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    interrupts: list[int] = []
+
+    def interrupt_later(number: int, frame: object) -> None:
+        interrupts.append(number)
+        signal.signal(number, handlers[signal.SIGINT])
+
+    signal.signal(signal.SIGINT, interrupt_later)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if interrupts:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _show_own_token(address: str) -> None:

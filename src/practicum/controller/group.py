@@ -394,6 +394,10 @@ class WorkerGroup(ABC, Generic[W]):
         """End the workers and start them anew in the same places. What they held in memory is lost."""
 
     @abstractmethod
+    async def restart_async(self) -> None:
+        """Do what `restart` does without blocking the event loop. Being cancelled ends the workers."""
+
+    @abstractmethod
     def shutdown(self) -> None:
         """End the workers. Safe to call twice."""
 

@@ -37,6 +37,7 @@ class WorkerHost:
     def __init__(self) -> None:
         self._context = WorkerContext(group="?")
         self._worker: Worker | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # which runs its coroutines, and its close
         self._address = host_address()
 
     def build(self, packed: RayClassWithInitArgs[Any], context: WorkerContext) -> None:
@@ -56,11 +57,16 @@ class WorkerHost:
     def close(self) -> None:
         worker, self._worker = self._worker, None
         if worker is not None:
-            close_worker(worker)
+            close_worker(worker, self._loop)
+
+    def note_loop(self) -> None:
+        """Note that a coroutine of the worker runs on this loop, unless the loop of those before still runs."""
+        if self._loop is None or not self._loop.is_running():
+            self._loop = asyncio.get_running_loop()
 
     @contextmanager
     def method(self, role: str | None, name: str) -> Iterator[Callable[..., Any]]:
-        """A method of the worker. An exception leaves the block as a `WorkerError` that says who raised it where."""
+        """Give a method of the worker. An exception leaves the block as a `WorkerError` that names worker and place."""
         target: Any = self._worker
         if role is not None:
             target = target.roles[role]
@@ -89,6 +95,7 @@ class WorkerHost:
 async def call_awaited(
     host: WorkerHost, role: str | None, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
+    host.note_loop()
     with host.method(role, name) as method:
         return await method(*args, **kwargs)
 
@@ -96,6 +103,7 @@ async def call_awaited(
 async def stream(
     host: WorkerHost, role: str | None, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> AsyncGenerator[Any, None]:
+    host.note_loop()
     with host.method(role, name) as method:
         async with aclosing(method(*args, **kwargs)) as items:
             async for item in items:
@@ -109,7 +117,7 @@ class Location:
     node_id: str
     address: str
     pid: int
-    free_port: int
+    master_port: int  # held for the time that the process lives
     stack: StackAddress
 
     def __str__(self) -> str:
@@ -127,8 +135,9 @@ class RayHost(WorkerHost):
 
         # The address by which Ray's nodes know each other: the machine may have others.
         self._address = ray._private.worker.global_worker.node_ip_address
-        node_id = ray.get_runtime_context().get_node_id()
-        return Location(node_id, self._address, os.getpid(), free_port(), serve_stacks(self._address, running_loop()))
+        self._held = hold_port()
+        port, stack = self._held.getsockname()[1], serve_stacks(self._address, running_loop())
+        return Location(ray.get_runtime_context().get_node_id(), self._address, os.getpid(), port, stack)
 
     def build_packed(self, packed: Payload, context: WorkerContext) -> None:
         import ray
@@ -302,7 +311,16 @@ def host_address() -> str:
         return str(probe.getsockname()[0])
 
 
+def hold_port() -> socket.socket:
+    """Return a socket that is bound to a port but does not listen. Until it is closed, nobody who asks for a free port
+    is given this one, while a server that is told the port, such as torch's TCPStore, can listen there."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: then both may have the port
+    held.bind(("", 0))
+    return held
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that was free a moment ago."""
+    with hold_port() as held:
+        return int(held.getsockname()[1])

@@ -42,6 +42,9 @@ class LocalWorkerGroup(WorkerGroup[W]):
         self.shutdown()
         self._build()
 
+    async def restart_async(self) -> None:
+        await asyncio.to_thread(self.restart)
+
     def shutdown(self) -> None:
         hosts = self._hosts[:]
         self._hosts.clear()  # in place: views share the list

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import os
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator
@@ -12,9 +13,11 @@ from typing import Any, TypeVar
 
 R = TypeVar("R")
 
+log = logging.getLogger("practicum.controller")
+
 _starting = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
-_begun: set[asyncio.Task[None]] = set()
+_begun: set[concurrent.futures.Future[None]] = set()
 
 
 def driver_loop() -> asyncio.AbstractEventLoop:
@@ -117,15 +120,33 @@ def for_future(error: BaseException) -> BaseException:
     return told
 
 
-def run_or_begin(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine as `run_sync` does; on an event loop, which cannot wait for it, begin it."""
-    loop = running_loop()
-    if loop is None:
-        run_sync(coroutine)
-    else:
-        task = loop.create_task(coroutine)
-        _begun.add(task)  # a loop alone does not keep its tasks
-        task.add_done_callback(_begun.discard)
+def run_or_begin(
+    coroutine: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop | None, timeout_s: float
+) -> bool:
+    """Run a coroutine on `loop` or, if that does not run, on the caller's or the driver's loop.
+
+    Return False if it has not ended within `timeout_s`. A caller on an event loop does not wait: for it, the coroutine
+    is only begun.
+    """
+    here = running_loop()
+    if loop is None or not loop.is_running():
+        loop = here or driver_loop()
+    running = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    if here is not None:
+        _begun.add(running)  # a loop alone does not keep its tasks
+        running.add_done_callback(_end_of_begun)
+        return True
+    if concurrent.futures.wait([running], timeout_s).not_done:
+        running.cancel()
+        return False
+    running.result()
+    return True
+
+
+def _end_of_begun(running: concurrent.futures.Future[None]) -> None:
+    _begun.discard(running)
+    if not running.cancelled() and (error := running.exception()) is not None:
+        log.error("a coroutine that nobody waits for has failed", exc_info=error)
 
 
 def _forget_loop() -> None:

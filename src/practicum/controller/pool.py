@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -33,6 +35,10 @@ class Reservation:
     group: PlacementGroup
     size: int
     is_held: bool = True
+
+    def is_ready(self) -> bool:
+        """Return whether its places are there. Ray's own wait for them counts whole seconds and ignores Ctrl-C."""
+        return ray.is_initialized() and bool(self.group.wait(0))  # else it would start a Ray
 
     def release(self) -> None:
         if self.is_held and ray.is_initialized():  # else it has gone with the cluster
@@ -71,7 +77,9 @@ class RayResourcePool:
         max_colocate_count: int = 1,
         detached: bool = False,
         timeout_s: float = 60.0,
+        waits: bool = True,
     ) -> None:
+        """`waits=False` leaves the reservation to `async with`, for callers on an event loop."""
         _check(process_on_nodes, max_colocate_count, resources_per_process or {}, timeout_s)
         if accelerator_type is not None and not use_gpu:
             raise CallError(f"accelerator_type={accelerator_type!r} needs use_gpu=True")
@@ -83,9 +91,13 @@ class RayResourcePool:
         self.max_colocate_count = max_colocate_count
         self.detached = detached
         self.bundle = bundle_of(use_gpu, accelerator_type, resources_per_process)
-        reservations = _reserve(process_on_nodes, self.bundle, detached, timeout_s)
-        self.places = [Place(reservation, index) for reservation in reservations for index in range(reservation.size)]
+        self.places: list[Place] = []
         self.is_owner = True
+        self._asked = tuple(process_on_nodes), timeout_s
+        if waits:
+            with closing(self._reserve(*self._asked)) as reserving:
+                for _ in reserving:
+                    time.sleep(_LOOK_EVERY_S)
 
     @property
     def world_size(self) -> int:
@@ -164,23 +176,64 @@ class RayResourcePool:
     def is_held(self) -> bool:
         return self._cluster == cluster_id() and all(reservation.is_held for reservation in self._reservations())
 
-    def wait_until_whole(self, deadline: float) -> None:
+    async def wait_until_whole(self, deadline: float) -> None:
         """Wait until all places are there: Ray moves what was on a lost node to another that has room."""
         for reservation in self._reservations():
-            if not _is_ready(reservation, deadline):
-                asked = _asked_and_there(self.process_on_nodes, self.bundle)
-                raise ResourceError(f"part of the pool was lost with its node, and no other has room for it: {asked}")
+            while not reservation.is_ready():
+                if time.monotonic() > deadline:
+                    asked = _asked_and_there(self.process_on_nodes, self.bundle)
+                    raise ResourceError(
+                        f"part of the pool was lost with its node, and no other has room for it: {asked}"
+                    )
+                await asyncio.sleep(_LOOK_EVERY_S)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the pool in another driver of the same cluster."""
         self.__dict__.update(state)
         self._cluster = cluster_id()
 
+    async def __aenter__(self) -> Self:
+        with closing(self._reserve(*self._asked)) as reserving:
+            for _ in reserving:
+                await asyncio.sleep(_LOOK_EVERY_S)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.release()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+    def _reserve(self, counts: Sequence[int], timeout_s: float) -> Generator[None]:
+        """Take the places, and yield while they are not there. Being closed before that gives them back."""
+        if not could_hold(counts, self.bundle):
+            raise ResourceError(
+                f"more asked for than the Ray cluster can hold: {_asked_and_there(counts, self.bundle)}. "
+                "Lower the number of workers or add machines."
+            )
+        deadline = time.monotonic() + timeout_s
+        reservations: list[Reservation] = []
+        try:
+            for count in counts:
+                lifetime = "detached" if self.detached else None
+                group = placement_group([self.bundle] * count, strategy="STRICT_PACK", lifetime=lifetime)
+                reservations.append(Reservation(group, count))
+            for reservation in reservations:
+                while not reservation.is_ready():
+                    if time.monotonic() > deadline:
+                        raise ResourceError(
+                            f"the Ray cluster did not free what was asked for within {timeout_s:g} s: "
+                            f"{_asked_and_there(counts, self.bundle)}. Another job may hold it."
+                        )
+                    yield
+            self.places = [Place(one, index) for one in _in_node_order(reservations) for index in range(one.size)]
+        except BaseException:
+            for reservation in reservations:
+                reservation.release()
+            raise
 
     def _view(self, places: list[Place]) -> RayResourcePool:
         view = copy.copy(self)
@@ -205,15 +258,6 @@ def _check(counts: Sequence[int], max_colocate_count: int, resources: Mapping[st
         raise CallError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
 
 
-def _is_ready(reservation: Reservation, deadline: float) -> bool:
-    """Wait until it is reserved. Ray's own wait counts whole seconds and ignores Ctrl-C."""
-    while not reservation.group.wait(0):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_LOOK_EVERY_S)
-    return True
-
-
 def bundle_of(
     use_gpu: bool, accelerator_type: str | None = None, more: Mapping[str, float] | None = None
 ) -> dict[str, float]:
@@ -222,32 +266,6 @@ def bundle_of(
     if accelerator_type is not None:
         bundle[f"accelerator_type:{accelerator_type}"] = 0.001  # Ray's way to say: on a node that has this kind
     return bundle
-
-
-def _reserve(counts: Sequence[int], bundle: dict[str, float], detached: bool, timeout_s: float) -> list[Reservation]:
-    if not could_hold(counts, bundle):
-        raise ResourceError(
-            f"more asked for than the Ray cluster can hold: {_asked_and_there(counts, bundle)}. "
-            "Lower the number of workers or add machines."
-        )
-    deadline = time.monotonic() + timeout_s
-    reservations: list[Reservation] = []
-    try:
-        for count in counts:
-            lifetime = "detached" if detached else None
-            reserved = placement_group([bundle] * count, strategy="STRICT_PACK", lifetime=lifetime)
-            reservations.append(Reservation(reserved, count))
-        for reservation in reservations:
-            if not _is_ready(reservation, deadline):
-                raise ResourceError(
-                    f"the Ray cluster did not free what was asked for within {timeout_s:g} s: "
-                    f"{_asked_and_there(counts, bundle)}. Another job may hold it."
-                )
-        return _in_node_order(reservations)
-    except BaseException:
-        for reservation in reservations:
-            reservation.release()
-        raise
 
 
 def _in_node_order(reservations: list[Reservation]) -> list[Reservation]:

@@ -14,6 +14,7 @@ import ray
 
 from practicum.controller.group import Call, GroupFuture, Replies, WorkerGroup, positive_seconds
 from practicum.controller.host import host_method
+from practicum.controller.loop import run_sync
 from practicum.controller.pool import RayResourcePool
 from practicum.controller.wire import INLINE_BYTES, Payload, Slot, num_bytes, pack_arguments
 from practicum.controller.worker import Mesh, RayClassWithInitArgs, W, known_as
@@ -21,6 +22,8 @@ from practicum.controller.workers import WorkerSet, WorkerSetPlan
 from practicum.errors import CallError, DeadlineError, ResourceError, WorkerDied
 
 log = logging.getLogger("practicum.controller")
+
+_LATE_END_S = 1.0  # for a worker that was late to end its call: its event loop may be blocked
 
 
 class RayWorkerGroup(WorkerGroup[W]):
@@ -37,7 +40,9 @@ class RayWorkerGroup(WorkerGroup[W]):
         detached: bool = False,
         start_timeout_s: float = 120.0,
         timeout_s: float = 600.0,
+        starts: bool = True,
     ) -> None:
+        """`starts=False` leaves the start to `restart_async`, for callers on an event loop."""
         name = name or packed.cls.__name__
         use_gpu = pool.use_gpu if use_gpu is None else use_gpu
         positive_seconds(start_timeout_s, "start_timeout_s", name)
@@ -49,13 +54,14 @@ class RayWorkerGroup(WorkerGroup[W]):
             raise CallError(
                 f"detached group {name!r} needs a whole detached pool, which its attached drivers can release"
             )
-        self._hold(plan, plan.start())
+        self._hold(plan, run_sync(plan.start()) if starts else None)
 
-    def _hold(self, plan: WorkerSetPlan, workers: WorkerSet) -> None:
+    def _hold(self, plan: WorkerSetPlan, workers: WorkerSet | None) -> None:
         self._plan = plan
-        self._workers: WorkerSet | None = workers  # None when there are none
+        self._workers = workers  # None when there are none
+        self._num_ends = 0
         self._origin = self  # of all views, which have the same workers
-        self._lock = threading.Lock()  # starts and ends come one after another
+        self._restarting = threading.Lock()  # restarts come one after another
         # Calls of two threads reach all ranks in one order: else their collectives would wait for each other.
         self._send_lock = threading.Lock()
 
@@ -84,15 +90,21 @@ class RayWorkerGroup(WorkerGroup[W]):
 
     def restart(self) -> None:
         """Start the workers anew, also after processes were lost, or nodes as long as others have room."""
-        with self._lock:
-            self._end()
-            self._origin._workers = self._plan.start()
+        with self._restarting:
+            run_sync(self.restart_async())
+
+    async def restart_async(self) -> None:
+        await asyncio.to_thread(self.shutdown)
+        num_ends = self._origin._num_ends
+        self._origin._workers = await self._plan.start()
+        if self._origin._num_ends > num_ends:
+            self.shutdown()
+            raise WorkerDied(
+                f"group {self.name!r} was shut down while it started", group=self.name, ranks=range(self.world_size)
+            )
 
     def shutdown(self) -> None:
-        with self._lock:
-            self._end()
-
-    def _end(self) -> None:
+        self._origin._num_ends += 1
         workers, self._origin._workers = self._origin._workers, None
         if workers is not None:
             if workers.plan.detached and workers.is_reachable:
@@ -123,7 +135,7 @@ class RayWorkerGroup(WorkerGroup[W]):
                 return await workers.arrive(handles, ranks, call.what, until)
             except asyncio.CancelledError:
                 if call.is_awaited:
-                    await self._cancel(workers, ranks, call_ids, call.what)
+                    await self._cancel(workers, ranks, call_ids, call.what, self._timeout_s)
                 raise
 
         collect = functools.partial(workers.collect, handles, ranks, call.what)
@@ -134,7 +146,7 @@ class RayWorkerGroup(WorkerGroup[W]):
         arguments = self._packed(call, workers, 1)(rank)
         with self._send_lock:
             items, call_id = workers.send(rank, host_method(call.role, call.method, True), arguments)
-        has_ended = False
+        has_ended, end_s = False, self._timeout_s
         try:
             while True:
                 deadline = time.monotonic() + self._timeout_s
@@ -145,22 +157,24 @@ class RayWorkerGroup(WorkerGroup[W]):
                     has_ended = True
                     return
                 except TimeoutError:
+                    end_s = _LATE_END_S
                     raise await asyncio.to_thread(workers.late, [rank], f"the next item of {call.what}") from None
                 yield reply
         finally:
             if not has_ended:
-                await self._cancel(workers, [rank], [call_id], call.what)
+                await self._cancel(workers, [rank], [call_id], call.what, end_s)
 
-    async def _cancel(self, workers: WorkerSet, ranks: Sequence[int], call_ids: Sequence[Any], what: str) -> None:
+    async def _cancel(
+        self, workers: WorkerSet, ranks: Sequence[int], call_ids: Sequence[Any], what: str, timeout_s: float
+    ) -> None:
         """Cancel calls of coroutines, and return when they have ended. That they do not end is logged, not raised: it
-        must not stand for the error or the cancellation that led here."""
+        must not hide the error or the cancellation that led here."""
         try:
             with self._send_lock:
                 handles = [
                     workers.send(rank, "cancel", [call_id])[0] for rank, call_id in zip(ranks, call_ids, strict=True)
                 ]
-            deadline = time.monotonic() + self._timeout_s
-            await workers.arrive(handles, ranks, f"the end of {what}, cancelled", deadline)
+            await workers.arrive(handles, ranks, f"the end of {what}, cancelled", time.monotonic() + timeout_s)
         except WorkerDied:
             pass  # a process that is gone runs no coroutines
         except DeadlineError as error:

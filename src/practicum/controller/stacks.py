@@ -116,7 +116,7 @@ def fold_stacks(stacks: Mapping[int, str]) -> str:
 
 
 def name_ranks(ranks: Collection[int]) -> str:
-    """`rank 3`, or `ranks 0-2, 5`."""
+    """Return `rank 3`, or `ranks 0-2, 5`."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:

@@ -22,8 +22,11 @@ _LOOK_EVERY_S = 0.1
 
 @contextmanager
 def watch_over_children() -> Iterator[Callable[[], None]]:
-    """Processes started in the block, and their children, end at the latest with this one. Call the given function
-    once all are started: that ends the looking, not the watch. Processes from before are left alone."""
+    """See to it that processes started in the block, and their children, end at the latest with this one.
+
+    Call the given function once all are started: that ends the search for them, not the watch. Processes from before
+    are left alone.
+    """
     before = [str(child.pid) for child in psutil.Process().children(recursive=True)]
     watchdog = subprocess.Popen(
         [sys.executable, __file__, str(os.getpid()), *before],

@@ -83,8 +83,8 @@ def _culprit(by_name: Mapping[str, Any], error: Exception) -> tuple[str, Excepti
 def unpack_arguments(
     shared: Payload = b"", own: Payload = b"", *replies: Any
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """`shared` are the arguments all ranks get, `own` is the first one where each rank has its own; `replies` of other
-    workers fill the slots among them."""
+    """Return positional and keyword arguments. `shared` are those all ranks get, `own` is the first one where each rank
+    has its own; `replies` of other workers fill the slots among them."""
     args: list[Any] = [unpack(own)] if own else []
     kwargs: Mapping[str, Any] = {}
     if shared:

@@ -17,11 +17,13 @@ from typing import Any, ClassVar, Generic, ParamSpec, Self, TypeVar, cast
 import ray
 
 from practicum.controller.loop import run_or_begin
-from practicum.errors import CallError
+from practicum.errors import CallError, DeadlineError
 
 W = TypeVar("W", bound="Worker")
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_MOST_CLOSE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +129,8 @@ class Worker:
         return await loop.run_in_executor(self.device_thread, lambda: function(*args, **kwargs))
 
     def close(self) -> Coroutine[Any, Any, None] | None:
-        """Give back what outlives the object; may be a coroutine. For in-process groups: a Ray worker ends with its
-        process."""
+        """Give back what outlives the object. It may be a coroutine. Only groups in this process call it: a Ray worker
+        ends with its process."""
         return None
 
 
@@ -224,19 +226,24 @@ class FusedWorker(Worker):
                 # The mapping is shared, so that a role built early also sees the ones built after it.
                 self.roles[name] = packed.build(self.context, self.roles)
         except BaseException:
-            self.close()
+            close_worker(self)
             raise
 
-    def close(self) -> None:
-        with ExitStack() as stack:  # all are closed, the last built first, even if one raises
-            for worker in self.roles.values():
-                stack.callback(close_worker, worker)
 
-
-def close_worker(worker: Worker) -> None:
-    closing = worker.close()
-    if closing is not None:
-        run_or_begin(closing)
+def close_worker(worker: Worker, loop: asyncio.AbstractEventLoop | None = None) -> None:
+    """Close a worker and its roles, where that takes coroutines on `loop`, on which its other coroutines ran."""
+    with ExitStack() as stack:  # all are closed, the last built first, even if one raises
+        if isinstance(worker, FusedWorker):
+            for role in worker.roles.values():
+                stack.callback(close_worker, role, loop)
+        closing = worker.close()
+        if closing is not None and not run_or_begin(closing, loop, _MOST_CLOSE_S):
+            raise DeadlineError(
+                f"group {worker.context.group!r}: {type(worker).__name__}.close of rank {worker.rank} was not done "
+                f"within {_MOST_CLOSE_S:g} s. Shut the group down before the event loop of its coroutines ends.",
+                group=worker.context.group,
+                ranks=[worker.rank],
+            )
 
 
 def roles_of(packed: RayClassWithInitArgs[Any]) -> Mapping[str, RayClassWithInitArgs[Any]]:

@@ -64,16 +64,16 @@ class WorkerSetPlan:
     detached: bool
     start_timeout_s: float
 
-    def start(self) -> WorkerSet:
-        """Start the processes and build the workers in them; if anything fails, none is left."""
+    async def start(self) -> WorkerSet:
+        """Start the processes and build the workers in them. If anything fails, or it is cancelled, none is left."""
         workers = WorkerSet(self)
         if self.detached:
-            _end_what_was_abandoned(self.name)
+            await asyncio.to_thread(_end_what_was_abandoned, self.name)
             if _is_taken(self.name):
                 raise ResourceError(f"a detached group {self.name!r} runs already: attach to it, or shut it down first")
             workers.write_down()
         try:
-            self._start(workers)
+            await self._start(workers)
             if self.detached:
                 workers.write_down()
         except BaseException:
@@ -83,34 +83,34 @@ class WorkerSetPlan:
             raise
         return workers
 
-    def _start(self, workers: WorkerSet) -> None:
+    async def _start(self, workers: WorkerSet) -> None:
         deadline = time.monotonic() + self.start_timeout_s
         init = f"{self.packed.cls.__name__}.__init__"
         payload = pack_arguments(self.packed, init, self.packed.by_name)
         self.pool.claim(self.name, self.packed.resources)
         workers.has_places = True
-        while not self._locate(workers, deadline):
+        while not await self._locate(workers, deadline):
             workers.kill()
         shared = ray.put(payload)
         building = [
             host.build_packed.remote(shared, context)
             for host, context in zip(workers.hosts, self._contexts(workers.locations), strict=True)
         ]
-        workers.collect(building, range(len(building)), init, deadline)
+        await workers.arrive(building, range(len(building)), init, deadline)
 
-    def _locate(self, workers: WorkerSet, deadline: float) -> bool:
+    async def _locate(self, workers: WorkerSet, deadline: float) -> bool:
         """Start processes and ask each where it came up. Return False if a node turns out to be gone: Ray, which takes
         seconds to notice, then looks for another."""
-        self.pool.wait_until_whole(deadline)
+        await self.pool.wait_until_whole(deadline)
         if self.detached:
-            _wait_until_free(self.name, deadline)
+            await asyncio.to_thread(_wait_until_free, self.name, deadline)
         actor = ray.remote(host_class(self.packed))
         workers.hosts = []
         for rank, place in enumerate(self.pool.places):
             workers.hosts.append(self._host(actor, rank, place))
         asked = [host.locate.remote() for host in workers.hosts]
         try:
-            workers.locations = workers.collect(asked, range(len(asked)), "the start of its process", deadline)
+            workers.locations = await workers.arrive(asked, range(len(asked)), "the start of its process", deadline)
         except NodeLost:
             return False
         return True
@@ -146,7 +146,7 @@ class WorkerSetPlan:
                 local_world_size=on_node[location.node_id],
                 node_rank=node_ranks[location.node_id],
                 master_address=locations[0].address,
-                master_port=locations[0].free_port,
+                master_port=locations[0].master_port,
                 meshes=self.meshes,
             )
             for rank, location in enumerate(locations)
@@ -341,12 +341,10 @@ class WorkerSet:
             kind, reason = NodeLost, "its node is gone or cannot be reached"
         elif isinstance(error, OutOfMemoryError):
             reason = "its process was ended because its node ran out of memory"
-        return kind(
-            f"group {self.plan.name!r}: {self._whereabouts([rank])} died during {what}: {reason}. "
-            "restart() brings the group back.",
-            remote_traceback=str(error),
-            **self._of([rank]),
-        )
+        text = f"group {self.plan.name!r}: {self._whereabouts([rank])} died during {what}: {reason}."
+        death = kind(text, remote_traceback=str(error), **self._of([rank]))
+        death.add_note("A group of your own is started anew by its `restart()`.")  # in tracebacks only
+        return death
 
     def _error(self, text: str, rank: int, error: RayError) -> WorkerError:
         message = f"group {self.plan.name!r}: {self._whereabouts([rank])} {text}"

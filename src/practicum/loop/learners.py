@@ -7,6 +7,7 @@ All are given the same mini-batches, split over ranks and micro-batches.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,16 +42,22 @@ class LearningGroups:
 
 
 class Learners:
-    def __init__(self, config: Config, groups: LearningGroups) -> None:
+    def __init__(self, config: Config, groups: LearningGroups, support_packing: bool) -> None:
         self._config = config
         self._actors, self._critics, self._references = groups.actors, groups.critics, groups.references
-        self.support_packing = self._actors.execute_rank_zero(ActorWorker.supports_packing)
-        if self._critics is not None:
-            self.support_packing &= self._critics.execute_rank_zero(CriticWorker.supports_packing)
-        if self._references is not None:
-            self.support_packing &= self._references.execute_rank_zero(ReferenceWorker.supports_packing)
+        self.support_packing = support_packing
         kl = config.algorithm.kl
         self._kl = AdaptiveKL(kl.coefficient, kl.target) if kl.target is not None else None
+
+    @classmethod
+    async def of(cls, config: Config, groups: LearningGroups) -> Learners:
+        """Ask the models whether they take several samples in one row, and return the learners."""
+        asked = [groups.actors.execute_rank_zero_async(ActorWorker.supports_packing)]
+        if groups.critics is not None:
+            asked.append(groups.critics.execute_rank_zero_async(CriticWorker.supports_packing))
+        if groups.references is not None:
+            asked.append(groups.references.execute_rank_zero_async(ReferenceWorker.supports_packing))
+        return cls(config, groups, all(await asyncio.gather(*asked)))
 
     @property
     def kl_coefficient(self) -> float:

@@ -7,6 +7,7 @@ standalone   devices of their own
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -76,12 +77,12 @@ async def open_learners(
         )
     opening: AbstractAsyncContextManager[RolloutManager]
     async with AsyncExitStack() as stack:
-        fused, groups = _open_ranks(stack, config, controller, model_path, hybrid)
+        fused, groups = await _open_ranks(stack, config, controller, model_path, hybrid)
         if hybrid:
             replica = RolloutReplica.hybrid(fused.role("rollout", RolloutWorker))
             opening = RolloutManager([replica], window=None, silence_s=timeout_s, delivery=None, sleeps=True)
         else:
-            engine = _with_router(stack, config, controller, engine)
+            engine = await _with_router(stack, config, controller, engine)
             weights = ActorWeights(groups.actors, config.model.dtype, timeout_s)
             threads, num_spared = config.trainer.threads_per_worker, _num_spared(config)
             opening = open_replicas(config.rollout, controller, engine, weights, threads=threads, num_spared=num_spared)
@@ -92,10 +93,10 @@ async def open_learners(
 async def open_only_learners(config: Config, controller: Controller, model_path: str) -> AsyncIterator[LearningGroups]:
     """Start the roles that learn without any rollout."""
     async with AsyncExitStack() as stack:
-        yield _open_ranks(stack, config, controller, model_path, {})[1]
+        yield (await _open_ranks(stack, config, controller, model_path, {}))[1]
 
 
-def _open_ranks(
+async def _open_ranks(
     stack: AsyncExitStack,
     config: Config,
     controller: Controller,
@@ -113,18 +114,21 @@ def _open_ranks(
     if (of_reference := reference_settings(config, device)) is not None:
         reference = RayClassWithInitArgs(ReferenceWorker, of_reference)
         roles |= {"reference": reference} if kl.placement == "hybrid" else {}
-    fused = controller.group(RayClassWithInitArgs(FusedWorker, **roles), name="learners")
+    fused = await controller.group(RayClassWithInitArgs(FusedWorker, **roles), name="learners")
 
-    def beside(role: str, packed: RayClassWithInitArgs[W] | None, key: str) -> WorkerGroup[W] | None:
+    async def beside(role: str, packed: RayClassWithInitArgs[W] | None, key: str) -> WorkerGroup[W] | None:
         if packed is None or role in roles:
             return None if packed is None else fused.role(role, packed.cls)
         pool, num = None, config.trainer.num_workers
         if config.placements[key] == "standalone":
-            pool = stack.enter_context(places_beside(controller, num, key=key, num_key="trainer.num_workers"))
-        return stack.enter_context(controller.group(packed, name=f"{role}s", pool=pool))
+            places = places_beside(controller, num, key=key, num_key="trainer.num_workers")
+            pool = await stack.enter_async_context(places)
+        group = await controller.group(packed, name=f"{role}s", pool=pool)
+        stack.push_async_callback(asyncio.to_thread, group.shutdown)
+        return group
 
-    critics = beside("critic", critic, "critic.placement")
-    references = beside("reference", reference, "algorithm.kl.placement")
+    critics = await beside("critic", critic, "critic.placement")
+    references = await beside("reference", reference, "algorithm.kl.placement")
     return fused, LearningGroups(fused.role("actor", ActorWorker), critics, references)
 
 
@@ -217,7 +221,7 @@ class ActorWeights:
         return (await self._actors.execute_all_async(ActorWorker.log_probs, sequences))[0]
 
 
-def _with_router(
+async def _with_router(
     stack: AsyncExitStack, config: Config, controller: Controller, engine: EngineSettings
 ) -> EngineSettings:
     """Put a router in front of several servers; the run's folder is where they may find new weights."""
@@ -230,7 +234,9 @@ def _with_router(
         router = Router(
             servers, host=controller.address, wait_timeout_s=timeout_s, response_timeout_s=timeout_s, token=token
         )
-        more |= {"router": stack.enter_context(router.start_process()).url, "router_token": token}
+        running = await router.start_process_async()
+        stack.push_async_callback(asyncio.to_thread, running.stop)
+        more |= {"router": running.url, "router_token": token}
     return replace(engine, **more)
 
 

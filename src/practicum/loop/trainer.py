@@ -18,7 +18,7 @@ from typing import Any
 
 from practicum.config import Config
 from practicum.control_tokens import ControlTokens
-from practicum.controller import open_controller, ray_cluster
+from practicum.controller import Controller, open_controller
 from practicum.controller.loop import iterate
 from practicum.data import ShuffledStream, read_prompts
 from practicum.errors import ConfigError, DataError, ModelError
@@ -93,16 +93,27 @@ class Trainer:
             if resumed:
                 check_resumed(config)
                 self._notify("; ".join([f"resuming after step {first - 1}", *folder.changes]))
-            if config.controller.backend == "ray":  # in this thread: Ray replaces signal handlers, which others cannot
-                stack.enter_context(ray_cluster(config.controller.address))
-            yield from iterate(self._steps(folder, first))
+            # In this thread: Ray replaces signal handlers, which others cannot, and Ctrl-C ends the wait for the pool.
+            controller = stack.enter_context(
+                open_controller(
+                    config.controller.backend,
+                    num_workers=config.trainer.num_workers,
+                    use_gpu={"cpu": False, "cuda": True, "auto": None}[config.trainer.device],
+                    max_colocate_count=_NUM_GROUPS
+                    + [config.rollout.placement, *config.placements.values()].count("colocated"),
+                    address=config.controller.address,
+                    start_timeout_s=config.controller.start_timeout_s,
+                    call_timeout_s=config.controller.call_timeout_s,
+                )
+            )
+            yield from iterate(self._steps(folder, first, controller))
 
-    async def _steps(self, folder: RunFolder, first: int) -> AsyncGenerator[StepReport, None]:
+    async def _steps(self, folder: RunFolder, first: int, controller: Controller) -> AsyncGenerator[StepReport, None]:
         async with AsyncExitStack() as stack:
             trackers = open_trackers(folder, first, self.config)
             for tracker in trackers:
                 stack.callback(tracker.close)
-            await self._start(stack, folder)
+            await self._start(stack, folder, controller)
             if first == 1 and self._validation_prompts:
                 before = await self._validate(0, Stopwatch())
                 for tracker in trackers:
@@ -192,7 +203,7 @@ class Trainer:
             with self._folder.new_checkpoint(state, metrics) as folder:
                 await self._learners.save(folder)
 
-    async def _start(self, stack: AsyncExitStack, folder: RunFolder) -> None:
+    async def _start(self, stack: AsyncExitStack, folder: RunFolder, controller: Controller) -> None:
         config, resumed = self.config, folder.checkpoint
         self._folder = folder
         self._prompts = PromptSource(
@@ -203,25 +214,13 @@ class Trainer:
                 again=resumed.state.data_again if resumed else (),
             )
         )
-        controller = stack.enter_context(
-            open_controller(
-                config.controller.backend,
-                num_workers=config.trainer.num_workers,
-                use_gpu={"cpu": False, "cuda": True, "auto": None}[config.trainer.device],
-                max_colocate_count=_NUM_GROUPS
-                + [config.rollout.placement, *config.placements.values()].count("colocated"),
-                address=config.controller.address,
-                start_timeout_s=config.controller.start_timeout_s,
-                call_timeout_s=config.controller.call_timeout_s,
-            )
-        )
         model_path = absolute(resumed.model_path if resumed else config.model.path)
         if self._replay_file is not None:
             self._recording = stack.enter_context(Recording(self._replay_file))
             groups = await stack.enter_async_context(open_only_learners(config, controller, model_path))
         else:
             groups, self._rollout = await stack.enter_async_context(open_learners(config, controller, model_path))
-        self._learners = Learners(config, groups)
+        self._learners = await Learners.of(config, groups)
         if not self._learners.support_packing:
             self._notify("this model cannot keep samples in one row apart: each gets a row of its own, with padding")
         if resumed:

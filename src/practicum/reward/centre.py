@@ -8,8 +8,8 @@ processes     a router in front of the replicas, and one in front of each set of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import ray
@@ -57,7 +57,7 @@ async def open_reward_centre(
         models = None
         targets: dict[str, Target] = {}
         if config.model is not None:
-            pool = stack.enter_context(_places(config.model, controller))
+            pool = await stack.enter_async_context(_places(config.model, controller))
             models = await stack.enter_async_context(RewardModelManager(config.model, pool))
             # It waits for its turn, is tried by up to three replicas, each for so long: then something is wrong.
             timeout_s = (_MOST_ATTEMPTS + 1) * config.model.request_timeout_s
@@ -66,7 +66,7 @@ async def open_reward_centre(
             router = Router(
                 servers, host=controller.address, wait_timeout_s=config.timeout_s, response_timeout_s=config.timeout_s
             )
-            running = await asyncio.to_thread(router.start_process)
+            running = await router.start_process_async()
             stack.push_async_callback(asyncio.to_thread, running.stop)
             window = config.limits.concurrency or _window(len(servers), controller)
             # Each attempt has its time; a server that hangs is not the last to be asked.
@@ -87,7 +87,7 @@ async def open_reward_centre(
             cache_version=_cache_version(config),
         )
         packed = RayClassWithInitArgs(RewardLoopWorker, settings)
-        workers = await asyncio.to_thread(controller.group, packed, name="graders", use_gpu=False)
+        workers = await controller.group(packed, name="graders", use_gpu=False)
         stack.push_async_callback(asyncio.to_thread, workers.shutdown)
         manager = RewardLoopManager(
             workers,
@@ -113,13 +113,13 @@ def _window(num_servers: int, controller: Controller) -> int:
     return -(-_QUESTIONS_PER_SERVER * num_servers // controller.world_size)
 
 
-@contextmanager
-def _places(config: RewardModelConfig, controller: Controller) -> Iterator[RayResourcePool | None]:
+@asynccontextmanager
+async def _places(config: RewardModelConfig, controller: Controller) -> AsyncIterator[RayResourcePool | None]:
     """Give the replicas the controller's own places, or some beside them that nobody uses."""
     if controller.pool is None or config.placement == "colocated":
         yield controller.pool
         return
-    with places_beside(controller, config.replicas, key="reward.model.placement") as pool:
+    async with places_beside(controller, config.replicas, key="reward.model.placement") as pool:
         yield pool
 
 

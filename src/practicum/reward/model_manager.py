@@ -88,7 +88,7 @@ class RewardModelManager:
         try:
             await self._start_replicas(is_spread)
             self._listed = {replica.number: replica.url for replica in self._replicas if replica.url is not None}
-            self._router = await asyncio.to_thread(_start_router, self._config, list(self._listed.values()), is_spread)
+            self._router = await _start_router(self._config, list(self._listed.values()), is_spread)
             if self.sleeps:
                 await asyncio.to_thread(self._router.pause)
         except BaseException:
@@ -271,7 +271,7 @@ async def watched(
         await asyncio.gather(*tasks)  # a look, and a start, have deadlines of their own
 
 
-def _start_router(config: RewardModelConfig, urls: Sequence[str], is_spread: bool) -> RouterHandle:
+async def _start_router(config: RewardModelConfig, urls: Sequence[str], is_spread: bool) -> RouterHandle:
     router = Router(
         urls,
         host=host_address() if is_spread else "127.0.0.1",
@@ -282,4 +282,4 @@ def _start_router(config: RewardModelConfig, urls: Sequence[str], is_spread: boo
         drain_timeout_s=_DRAIN_S,
         retry_share=1.0,  # all requests of a replica that hangs must be able to go elsewhere at once
     )
-    return router.start_process()
+    return await router.start_process_async()

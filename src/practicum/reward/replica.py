@@ -147,13 +147,15 @@ class PlacedReplica:
         timeout_s: float,
     ) -> Self:
         name = f"reward-model-{number}"
-
-        def open_group() -> WorkerGroup[RewardModelReplica]:
-            if place is None:
-                return LocalWorkerGroup(packed, name=name, timeout_s=timeout_s)
-            return RayWorkerGroup(place, packed, name=name, start_timeout_s=timeout_s, timeout_s=timeout_s)
-
-        replica = cls(number, await asyncio.to_thread(open_group))
+        group: WorkerGroup[RewardModelReplica]
+        if place is None:
+            group = await asyncio.to_thread(LocalWorkerGroup, packed, name=name, timeout_s=timeout_s)
+        else:
+            group = RayWorkerGroup(
+                place, packed, name=name, start_timeout_s=timeout_s, timeout_s=timeout_s, starts=False
+            )
+            await group.restart_async()
+        replica = cls(number, group)
         await replica._find_address()
         return replica
 
@@ -187,7 +189,7 @@ class PlacedReplica:
     async def restart(self) -> str:
         """Start it again. Return its new address."""
         self.url = None
-        await asyncio.to_thread(self._group.restart)
+        await self._group.restart_async()
         return await self._find_address()
 
     async def end(self) -> None:

@@ -8,8 +8,8 @@ standalone   devices beside the trainer's, never asleep
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from practicum.config import ENGINES, RolloutConfig
 from practicum.controller import Controller, RayClassWithInitArgs, RayResourcePool, num_replicas, places_beside
@@ -43,7 +43,7 @@ async def open_replicas(
     leave `num_spared` free GPUs, which others are going to ask for.
     """
     async with AsyncExitStack() as stack:
-        pool = stack.enter_context(_places(config, controller, num_spared))
+        pool = await stack.enter_async_context(_places(config, controller, num_spared))
         num = num_replicas(1 if engine.engine == "openai" else config.replicas, pool, "the rollout engine")
         on_node = 1 if pool is None else max(pool.sub_pool(range(num)).process_on_nodes)
         packed = RayClassWithInitArgs(
@@ -82,15 +82,17 @@ def window(config: RolloutConfig) -> int:
     return config.max_batch + max(1, int(config.max_batch * ENGINES[config.engine].waiting_share))
 
 
-@contextmanager
-def _places(config: RolloutConfig, controller: Controller, num_spared: int) -> Iterator[RayResourcePool | None]:
+@asynccontextmanager
+async def _places(
+    config: RolloutConfig, controller: Controller, num_spared: int
+) -> AsyncIterator[RayResourcePool | None]:
     if controller.pool is None or config.placement == "colocated":
         yield controller.pool
     elif config.engine == "openai":  # it only asks others, which takes hardly any room
-        with RayResourcePool([1], resources_per_process={"CPU": 0.01}) as pool:
+        async with RayResourcePool([1], resources_per_process={"CPU": 0.01}, waits=False) as pool:
             yield pool
     else:
-        with places_beside(
+        async with places_beside(
             controller,
             config.replicas,
             key="rollout.placement",

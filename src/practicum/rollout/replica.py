@@ -49,7 +49,7 @@ class RolloutReplica:
         pool: RayResourcePool | None = None,
     ) -> RolloutReplica:
         """Start a replica on the places of a pool; without one on those of the controller, or in this process."""
-        group = await asyncio.to_thread(controller.group, packed, name=f"rollout-{number}", pool=pool)
+        group = await controller.group(packed, name=f"rollout-{number}", pool=pool)
         return cls(number, group, is_own=True)
 
     @property
@@ -87,7 +87,7 @@ class RolloutReplica:
     async def restart(self) -> None:
         """Start it again from its model's files; it is asleep then."""
         self.num_restarts += 1
-        await asyncio.to_thread(self._group.restart)
+        await self._group.restart_async()
 
     async def end(self) -> None:
         """End the processes of a replica of its own."""

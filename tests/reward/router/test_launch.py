@@ -51,6 +51,23 @@ def test_it_serves_as_soon_as_it_is_started(start: Callable[[Router], RouterHand
             assert client.get(b"/x").data == b"/x"
 
 
+def test_an_event_loop_is_free_while_it_starts_a_process_and_can_end_the_start() -> None:
+    async def main() -> None:
+        before = set(psutil.Process().children())
+        starting = asyncio.create_task(Router().start_process_async())
+        while not (started := set(psutil.Process().children()) - before):
+            await asyncio.sleep(0)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert not any(process.is_running() for process in started)
+        router = await Router().start_process_async()
+        assert await asyncio.to_thread(router.workers) == []
+        await asyncio.to_thread(router.stop)
+
+    asyncio.run(main())
+
+
 @pytest.mark.usefixtures("many_descriptors")
 def test_a_process_with_many_open_files_starts_one_too() -> None:
     with Router().start_process() as router:

@@ -58,7 +58,19 @@ class Router:
         return RouterThread(self.settings)
 
     def start_process(self, timeout_s: float = 60.0) -> RouterProcess:
-        return RouterProcess(self.settings, timeout_s)
+        process = RouterProcess(self.settings)
+        process.wait_until_ready(timeout_s)
+        return process
+
+    async def start_process_async(self, timeout_s: float = 60.0) -> RouterProcess:
+        """Do what `start_process` does without blocking the event loop. Being cancelled ends the process."""
+        process = RouterProcess(self.settings)
+        try:
+            await asyncio.to_thread(process.wait_until_ready, timeout_s)
+        except asyncio.CancelledError:
+            process._kill()  # which also ends the wait
+            raise
+        return process
 
     def start_actor(self, pool: RayResourcePool | None = None) -> RouterHandle:
         """Start it on the first place of a pool, or on a node of Ray's choice. A loopback `host` becomes the node's
@@ -193,7 +205,8 @@ class RouterThread(RouterHandle):
 class RouterProcess(RouterHandle):
     """A router in a child process. It drains and ends when its standard input closes, however this process ends."""
 
-    def __init__(self, settings: RouterSettings, timeout_s: float) -> None:
+    def __init__(self, settings: RouterSettings) -> None:
+        """Start it. `wait_until_ready` comes before anything else."""
         self._settings = settings
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from practicum.reward.router.launch import main; main()"],
@@ -203,15 +216,22 @@ class RouterProcess(RouterHandle):
         )
         assert self._process.stdin is not None
         self.pid = self._process.pid
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Hand over the settings, and take in the address. If it fails, the process is ended."""
+        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(settings.model_dump_json().encode() + b"\n")
+            self._process.stdin.write(self._settings.model_dump_json().encode() + b"\n")
             self._process.stdin.flush()
-            ready = self._wait_until_ready(timeout_s)
+            ready = self._answer(timeout_s)
         except BaseException:
-            self._process.kill()
-            self._process.wait()
+            self._kill()
             raise
-        super().__init__(ready["url"], ready["admin_url"], settings.token)
+        super().__init__(ready["url"], ready["admin_url"], self._settings.token)
+
+    def _kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
     def stop(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -219,11 +239,10 @@ class RouterProcess(RouterHandle):
         try:
             self._process.wait(self._settings.drain_timeout_s + STOP_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self._kill()
         self._process.stdout.close()
 
-    def _wait_until_ready(self, timeout_s: float) -> dict[str, str]:
+    def _answer(self, timeout_s: float) -> dict[str, str]:
         assert self._process.stdout is not None
         if not wait([self._process.stdout.fileno()], timeout_s):  # select refuses descriptors from 1024 on
             raise RouterError(f"the router's process (pid {self.pid}) was not ready within {timeout_s:g} s.")

@@ -128,7 +128,7 @@ class Batcher:
         """Finish the batch under way, and cancel those who still wait."""
         for _, future in self._waiting:
             future.cancel()
-        if self._working is not None:
+        if self._working is not None and not self._working.done():
             self._working.cancel()
             await asyncio.wait([self._working])
         await self.run(lambda: None)  # behind the batch

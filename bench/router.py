@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -35,7 +35,7 @@ def run(options: Options) -> Outcome:
     """`--ours "--policy least_requests"` gives our router more arguments."""
     from bench import router_faults, router_load
 
-    names = contestants(options.peer)
+    names = contestants(options)
     rows: list[Row] = []
     where: dict[str, Any] = {"our_arguments": list(options.ours), "uvloop": version("uvloop")}
     with tempfile.TemporaryDirectory(prefix="bench-router-") as folder:
@@ -51,27 +51,41 @@ def run(options: Options) -> Outcome:
     return Outcome(rows, where)
 
 
-def contestants(asked: str | None) -> list[str]:
+def contestants(options: Options) -> list[str]:
     """Return ours, and all peers unless one or none was asked for."""
     peers = [name for name in ROUTERS if name != OURS]
-    if asked == "none":
+    if not options.has_peer(peers):
         return [OURS]
-    if asked is not None and asked not in peers:
-        raise UsageError(f"peer {asked!r} is not known here; known: {', '.join(peers)}, none.")
-    return [OURS, *(peers if asked is None else [asked])]
+    return [OURS, *([options.peer] if options.peer else peers)]
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
-    """A running router."""
+class Setup:
+    """What a router is started with."""
 
-    name: str
+    folder: Path  # for files of its own
     port: int
-    program: Program
+    workers: Sequence[int]  # their ports on the loopback interface
+    lean: bool = False  # speed is all that counts
+    response_timeout_s: float | None = None  # set where faults are measured: give up on a worker after that long
+    arguments: Sequence[str] = ()  # more of them, for ours
+
+    @property
+    def urls(self) -> list[str]:
+        return [f"http://127.0.0.1:{port}" for port in self.workers]
+
+
+class Router(Program):
+    """A router, which may still be starting."""
+
+    def __init__(self, name: str, setup: Setup) -> None:
+        command, env = ROUTERS[name](setup)
+        super().__init__(f"{name}-{setup.port}", command, setup.folder, env)  # its log needs a name of its own
+        self.name, self.port = name, setup.port
 
     def wait(self) -> None:
         """Wait until it forwards a request and the response."""
-        self.program.wait_until(lambda: _responds(self.port), START_S)
+        self.wait_until(lambda: _responds(self.port), START_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,25 +98,14 @@ class Stage:
     stack: ExitStack
     arguments: Sequence[str] = ()  # of our router
 
-    @property
-    def peers(self) -> list[str]:
-        return [name for name in self.names if name != OURS]
-
     def open_router(
-        self,
-        name: str,
-        workers: Sequence[int],
-        *,
-        lean: bool = False,
-        response_timeout_s: float | None = None,
+        self, name: str, workers: Sequence[int], *, lean: bool = False, response_timeout_s: float | None = None,
         more: Sequence[str] = (),
-    ) -> Router:
+    ) -> Router:  # fmt: skip
         """Start one; the caller waits for it, so that several can start at the same time."""
         port = free_ports(1)[0]
         setup = Setup(self.folder, port, workers, lean, response_timeout_s, (*self.arguments, *more))
-        command, env = ROUTERS[name](setup)
-        program = Program(f"{name}-{port}", command, self.folder, env)
-        return Router(name, port, self.stack.enter_context(program))
+        return self.stack.enter_context(Router(name, setup))
 
     def open_all(self, workers: Sequence[int]) -> list[Router]:
         """Start a lean router of each contestant in front of the same workers."""
@@ -116,64 +119,51 @@ class Stage:
         ports = free_ports(count)
         listens = "".join(f"listen 127.0.0.1:{port};" for port in ports)
         http_block = f"server {{ {listens} location / {{ return 200 '{light_response()}'; }} }}"
-        command, env = nginx_command(self.folder / f"workers-{ports[0]}", http_block)
-        program = self.stack.enter_context(Program(f"workers-{ports[0]}", command, self.folder, env))
-        wait_for_ports(program, ports)
+        name = f"workers-{ports[0]}"
+        command, env = nginx_command(self.folder / name, http_block)
+        program = self.stack.enter_context(Program(name, command, self.folder, env))
+        program.wait_until(lambda: all(map(is_listened_to, ports)), START_S)
         return program, ports
 
-    def open_workers(self, workers: Sequence[Worker]) -> Program:
-        """Start emulated workers in one process."""
-        return self.stack.enter_context(Program(f"workers-{workers[0].port}", Worker.command(workers), self.folder))
-
-
-def wait_for_ports(program: Program, ports: Sequence[int]) -> None:
-    program.wait_until(lambda: all(is_listened_to(port) for port in ports), START_S)
+    def open_workers(self, teams: Sequence[Sequence[Worker]]) -> list[Program]:
+        """Start emulated workers, a process for each team, and wait for them."""
+        programs = [Program(f"workers-{team[0].port}", Worker.command(team), self.folder) for team in teams]
+        for program in programs:
+            self.stack.enter_context(program)
+        for program, team in zip(programs, teams, strict=True):
+            program.wait_until(lambda team=team: all(is_listened_to(worker.port) for worker in team), START_S)  # type: ignore[misc]
+        return programs
 
 
 def light_response() -> str:
     """Return a kilobyte that also satisfies peers that ask a worker about itself."""
-    fields = {"id": "0", "worker": "light", "status": "ok", "model_path": "m", "object": "list", "data": [], "text": ""}
-    fields["text"] = "x" * (KILOBYTE - len(json.dumps(fields)))
-    return json.dumps(fields)
+    about = {"id": "0", "worker": "light", "status": "ok", "model_path": "m", "object": "list", "data": []}
+    return _padded("text", about)
 
 
 def light_request() -> str:
-    fields = {"model": "m", "max_tokens": 1, "prompt": ""}
-    fields["prompt"] = "x" * (KILOBYTE - len(json.dumps(fields)))
-    return json.dumps(fields)
+    return _padded("prompt", {"model": "m", "max_tokens": 1})
+
+
+def _padded(name: str, fields: Mapping[str, Any]) -> str:
+    rest = len(json.dumps({**fields, name: ""}))
+    return json.dumps({**fields, name: "x" * (KILOBYTE - rest)})
 
 
 def _responds(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5.0)
     body = json.dumps({"model": "m", "max_tokens": 1, "prompt": "0 0 ready?"})
     try:
-        connection.request("POST", PATH, body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        return response.status == 200 and json.loads(response.read()).get("worker") is not None
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5.0)) as connection:
+            connection.request("POST", PATH, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            return response.status == 200 and json.loads(response.read()).get("worker") is not None
     except (OSError, http.client.HTTPException):
         return False
     except ValueError as error:
         raise ContestantError(f"the router at port {port} changed a worker's response: {error}") from None
-    finally:
-        connection.close()
 
 
 # How each router is started: its command, and what to add to the environment
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    folder: Path  # for files of its own
-    port: int
-    workers: Sequence[int]  # their ports on the loopback interface
-    lean: bool = False  # speed is all that counts
-    response_timeout_s: float | None = None  # set where faults are measured: give up on a worker after that long
-    arguments: Sequence[str] = ()  # more of them, for ours
-
-    @property
-    def urls(self) -> list[str]:
-        return [f"http://127.0.0.1:{port}" for port in self.workers]
-
 
 Launch = tuple[Sequence[str], Mapping[str, str]]
 

@@ -23,15 +23,15 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from bench.harness import Outcome, Row, beside
-from bench.router import OURS, Router, Stage, wait_for_ports
-from bench.router_work import Client, Mode, Request, Result, Worker, read_arrivals, run_fast, switch
+from bench.router import OURS, Router, Stage
+from bench.router_work import Result, Worker, read_arrivals, request_of, run_fast, send_all, switch
 from bench.turns import Program, free_ports, is_listened_to
 
 # Makespan
@@ -40,33 +40,17 @@ HINT, NO_HINT, HEDGED = "makespan, cost hint", "makespan, no hint", "makespan, n
 HEDGING = ("--hedge-quantile", "0.95")  # an option of ours: stragglers are sent to a second worker
 SPEEDS = (1, 1, 1, 1, 2, 2, 4, 4)
 NUM_SLOTS, IN_FLIGHT, SIGMA = 4, 128, 1.0
+FULL_JOBS, QUICK_JOBS = (2000, 0.2, 10), (1000, 0.06, 1)  # jobs, their mean work at speed 1 in seconds, seeds
 Side = tuple[str, str]  # a contestant and a case
 
 
-@dataclass(frozen=True, slots=True)
-class Jobs:
-    num: int
-    mean_work_s: float  # at speed 1
-    num_seeds: int
-
-    def works(self, seed: int) -> list[float]:
-        """Return log-normal work, scaled so that the total is the same for every seed."""
-        dice = random.Random(seed)
-        works = [dice.lognormvariate(0.0, SIGMA) for _ in range(self.num)]
-        scale = self.mean_work_s * self.num / sum(works)
-        return [scale * work for work in works]
-
-
-FULL_JOBS, QUICK_JOBS = Jobs(2000, 0.2, 10), Jobs(1000, 0.06, 1)
-
-
 def makespan(stage: Stage, cases: Sequence[str]) -> Outcome:
-    jobs = QUICK_JOBS if stage.quick else FULL_JOBS
-    sides = [(OURS, case) for case in cases] + [(name, NO_HINT) for name in stage.peers]
+    num_jobs, mean_work_s, num_seeds = QUICK_JOBS if stage.quick else FULL_JOBS
+    sides = [(OURS, case) for case in cases] + [(name, NO_HINT) for name in stage.names if name != OURS]
     found: dict[Side, list[float]] = {side: [] for side in sides}
     routers = open_sides(stage, sides)
-    for seed in range(jobs.num_seeds):
-        works = jobs.works(seed)
+    for seed in range(num_seeds):
+        works = works_of(num_jobs, mean_work_s, seed)
         for side in sides if seed % 2 == 0 else reversed(sides):
             found[side].append(makespan_s(routers[side], works, side[1] == HINT) / ideal_s(works))
         last = ", ".join(f"{name} {values[-1]:.3f}" for (name, _), values in found.items())
@@ -75,8 +59,16 @@ def makespan(stage: Stage, cases: Sequence[str]) -> Outcome:
         f"{name}, {case}" if name == OURS else name: [round(min(values), 3), round(max(values), 3)]
         for (name, case), values in found.items()
     }
-    where = {"jobs": jobs.num, "mean_work_s": jobs.mean_work_s, "seeds": jobs.num_seeds, "spread": spread}
+    where = {"jobs": num_jobs, "mean_work_s": mean_work_s, "seeds": num_seeds, "spread": spread}
     return Outcome(makespan_rows(found, cases), {"makespan": where})
+
+
+def works_of(num: int, mean_s: float, seed: int) -> list[float]:
+    """Return log-normal work, scaled so that the total is the same for every seed."""
+    dice = random.Random(seed)
+    works = [dice.lognormvariate(0.0, SIGMA) for _ in range(num)]
+    scale = mean_s * num / sum(works)
+    return [scale * work for work in works]
 
 
 def ideal_s(works: Sequence[float]) -> float:
@@ -87,10 +79,12 @@ def ideal_s(works: Sequence[float]) -> float:
 def open_sides(stage: Stage, sides: Sequence[Side]) -> dict[Side, Router]:
     """Start routers, each with workers of its own: one that learns speeds must not learn them from others' load."""
     ports = {side: free_ports(len(SPEEDS)) for side in sides}
-    for side in sides:
-        pairs = enumerate(zip(ports[side], SPEEDS, strict=True))
-        workers = [Worker(f"w{number}", port, speed, NUM_SLOTS) for number, (port, speed) in pairs]
-        wait_for_ports(stage.open_workers(workers), ports[side])
+    stage.open_workers(
+        [
+            [Worker(f"w{i}", port, speed, NUM_SLOTS) for i, (port, speed) in enumerate(zip(own, SPEEDS, strict=True))]
+            for own in ports.values()
+        ]
+    )
     routers = {it: stage.open_router(it[0], ports[it], more=HEDGING if it[1] == HEDGED else ()) for it in sides}
     for router in routers.values():
         router.wait()
@@ -100,12 +94,11 @@ def open_sides(stage: Stage, sides: Sequence[Side]) -> dict[Side, Router]:
 def makespan_s(router: Router, works: Sequence[float], hint: bool) -> float:
     """Return the seconds from the first request to the last response. Every job must be answered."""
     results: list[Result] = []
-    requests = [Request(number, work, work if hint else None) for number, work in enumerate(works)]
-    client = Client(router.port, requests, IN_FLIGHT, results.append)
-    run_fast(client.run())
+    requests = [request_of(number, work, work if hint else None) for number, work in enumerate(works)]
+    num_unasked = run_fast(send_all(router.port, requests, IN_FLIGHT, results.append))
     failures = [result.failure for result in results if result.failure]
-    if failures or client.num_unasked:
-        raise router.program.failure(f"failed {len(failures)} jobs of {len(works)} ({failures[:1]})")
+    if failures or num_unasked:
+        raise router.failure(f"failed {len(failures)} jobs of {len(works)} ({failures[:1]})")
     return max(result.ended_s for result in results) - min(result.sent_s for result in results)
 
 
@@ -119,14 +112,15 @@ def makespan_rows(found: dict[Side, list[float]], cases: Sequence[str]) -> list[
 # Faults
 
 PREFIX = "fault: "
-KINDS = ("kill", "500s", "hang", "slow", "flapping")
-MODES: dict[str, Mode] = {"500s": "500", "hang": "hang", "slow": "slow"}
+MODES = {"500s": "500", "hang": "hang", "slow": "slow"}  # faults that a worker plays itself
+KINDS = ("kill", *MODES, "flapping")
 NUM_WORKERS, SLOTS = 4, 8
 FLAP_S = 0.7  # how often a flapping worker is killed and started again
 WINDOW_S, STEP_S = 0.5, 0.05
 AVOIDED_SHARE = 0.2  # of a fair share: trial requests are fine
 BACK_SHARE = 0.5
-FAILED, AVOIDED, BACK = "failed requests", "s until traffic avoids it", "s until it is back"
+METRICS = FAILED, AVOIDED, BACK = "failed requests", "s until traffic avoids it", "s until it is back"
+SLOWEST, REQUESTS = "slowest answer, s", "requests"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,77 +158,58 @@ class Scene:
     num_unasked: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    failed: int
-    avoided_s: float
-    back_s: float
-    slowest_s: float
-    failures: dict[str, int]
-    num_requests: int
-
-    def __str__(self) -> str:
-        what = f"{self.failed} of {self.num_requests} failed, avoided after {self.avoided_s:.2f} s"
-        return f"{what}, back after {self.back_s:.2f} s, slowest {self.slowest_s:.2f} s {self.failures or ''}"
+Verdicts = dict[tuple[str, str], dict[str, float]]  # fault, contestant -> what was counted
 
 
 def faults(stage: Stage, cases: Sequence[str]) -> Outcome:
     kinds = [case.removeprefix(PREFIX) for case in cases]
     phases = QUICK if stage.quick else FULL
-    names = [OURS, *(peer for peer in stage.peers if not stage.quick or peer in QUICK_PEERS)]
-    verdicts: dict[tuple[str, str], Verdict] = {}
+    names = [name for name in stage.names if name == OURS or not stage.quick or name in QUICK_PEERS]
+    verdicts: Verdicts = {}
+    failures: dict[str, dict[str, int]] = {}
     for batch in QUICK_BATCHES if stage.quick else [(kind,) for kind in kinds]:
         with ExitStack() as stack:
-            chosen = itertools.product(names, [kind for kind in batch if kind in kinds])
+            chosen = list(itertools.product(names, [kind for kind in batch if kind in kinds]))
             scenes = open_scenes(replace(stage, stack=stack), chosen, phases)
             for name in names:
                 own = [scene for scene in scenes if scene.router.name == name]
                 run_fast(play_all(own, phases))
                 for scene in own:
-                    verdict = verdicts[scene.kind, name] = judge(scene)
-                    print(f"{PREFIX}{scene.kind}: {name}: {verdict}", file=sys.stderr, flush=True)
+                    verdicts[scene.kind, name], failed = judge(scene)
+                    failures |= {f"{scene.kind}, {name}": failed} if failed else {}
+                    counted = ", ".join(f"{what} {value:.4g}" for what, value in verdicts[scene.kind, name].items())
+                    print(f"{PREFIX}{scene.kind}: {name}: {counted} {failed or ''}", file=sys.stderr, flush=True)
     where: dict[str, Any] = {"normal_s": phases.normal_s, "fault_s": phases.fault_s, "after_s": phases.after_s}
-    where["response_timeout_s"] = phases.response_timeout_s
-    where["failures"] = {f"{kind}, {name}": it.failures for (kind, name), it in verdicts.items() if it.failures}
-    where["slowest_answer_s"] = {f"{kind}, {name}": round(it.slowest_s, 3) for (kind, name), it in verdicts.items()}
-    where["requests"] = {f"{kind}, {name}": it.num_requests for (kind, name), it in verdicts.items()}
+    where |= {"response_timeout_s": phases.response_timeout_s, "failures": failures}
+    where["slowest_answer_s"] = {f"{kind}, {name}": round(it[SLOWEST], 3) for (kind, name), it in verdicts.items()}
+    where["requests"] = {f"{kind}, {name}": it[REQUESTS] for (kind, name), it in verdicts.items()}
     return Outcome(fault_rows(verdicts, kinds), {"faults": where})
 
 
-def fault_rows(verdicts: dict[tuple[str, str], Verdict], kinds: Sequence[str]) -> list[Row]:
+def fault_rows(verdicts: Verdicts, kinds: Sequence[str]) -> list[Row]:
     rows = []
-    for kind in kinds:
-        ours = verdicts[kind, OURS]
-        peers = {name: it for (one, name), it in verdicts.items() if one == kind and name != OURS}
-        for name in peers or [None]:
-            for metric, attribute in ((FAILED, "failed"), (AVOIDED, "avoided_s"), (BACK, "back_s")):
-                theirs = {name: getattr(peers[name], attribute)} if name else {}
-                rows += beside(PREFIX + kind, metric, getattr(ours, attribute), theirs, "lower")
+    for kind, metric in itertools.product(kinds, METRICS):
+        found = {name: verdict[metric] for (one, name), verdict in verdicts.items() if one == kind}
+        rows += beside(PREFIX + kind, metric, found.pop(OURS), found, "lower")
     return rows
 
 
-def open_scenes(stage: Stage, chosen: Iterable[tuple[str, str]], phases: Phases) -> list[Scene]:
+def open_scenes(stage: Stage, chosen: Sequence[tuple[str, str]], phases: Phases) -> list[Scene]:
     """Return one for each name and kind, all up. They start together, workers first."""
-    teams = [(name, kind, *open_team(stage)) for name, kind in chosen]
+    ports = free_ports(NUM_WORKERS * len(chosen))
+    workers = [
+        Worker(f"w{number % NUM_WORKERS}", port, slots=SLOTS, arrivals=str(stage.folder / f"arrivals-{port}"))
+        for number, port in enumerate(ports)
+    ]
+    programs = stage.open_workers([[worker] for worker in workers])
     scenes = []
-    for name, kind, workers, programs in teams:
-        for worker, program in zip(workers, programs, strict=True):
-            wait_for_ports(program, [worker.port])
-        ports = [worker.port for worker in workers]
-        router = stage.open_router(name, ports, response_timeout_s=phases.response_timeout_s)
-        scenes.append(Scene(kind, router, workers, programs[-1]))
+    for place, (name, kind) in enumerate(chosen):
+        own = slice(place * NUM_WORKERS, (place + 1) * NUM_WORKERS)
+        router = stage.open_router(name, ports[own], response_timeout_s=phases.response_timeout_s)
+        scenes.append(Scene(kind, router, workers[own], programs[own][-1]))
     for scene in scenes:
         scene.router.wait()
     return scenes
-
-
-def open_team(stage: Stage) -> tuple[list[Worker], list[Program]]:
-    folder = stage.folder
-    workers = [
-        Worker(f"w{number}", port, slots=SLOTS, arrivals=str(folder / f"arrivals-{port}"))
-        for number, port in enumerate(free_ports(NUM_WORKERS))
-    ]
-    return workers, [stage.open_workers([worker]) for worker in workers]
 
 
 async def play_all(scenes: Sequence[Scene], phases: Phases) -> None:
@@ -243,27 +218,18 @@ async def play_all(scenes: Sequence[Scene], phases: Phases) -> None:
 
 async def play(scene: Scene, phases: Phases) -> None:
     scene.end_s = time.monotonic() + phases.normal_s + phases.fault_s + phases.after_s
-
-    def requests() -> Iterator[Request]:
-        for number in itertools.count():
-            if time.monotonic() > scene.end_s:
-                return
-            yield Request(number, phases.work_s)
-
-    client = Client(scene.router.port, requests(), phases.in_flight, scene.results.append)
-    counting = asyncio.create_task(count_refused(scene.refused))
-    running = asyncio.create_task(client.run())
-    try:
+    numbers = itertools.takewhile(lambda _: time.monotonic() < scene.end_s, itertools.count())
+    requests = (request_of(number, phases.work_s) for number in numbers)
+    async with asyncio.TaskGroup() as tasks:
+        counting = tasks.create_task(count_refused(scene.refused))
+        running = tasks.create_task(send_all(scene.router.port, requests, phases.in_flight, scene.results.append))
         await asyncio.sleep(phases.normal_s)
         scene.fault_s = time.monotonic()
         await break_for(scene.kind, scene.workers[-1].port, scene.faulty, phases.fault_s)
         scene.recovered_s = time.monotonic()
         scene.end_s = scene.recovered_s + phases.after_s
-        await running
-    finally:
+        scene.num_unasked = await running
         counting.cancel()
-        running.cancel()
-    scene.num_unasked = client.num_unasked
 
 
 async def break_for(kind: str, port: int, program: Program, seconds: float) -> None:
@@ -302,7 +268,8 @@ def refused_connects() -> int:
     return int(values[names.index("AttemptFails")])
 
 
-def judge(scene: Scene) -> Verdict:
+def judge(scene: Scene) -> tuple[dict[str, float], dict[str, int]]:
+    """Return what was counted, and the failed requests by their kind."""
     sent = {worker.name: read_arrivals(Path(worker.arrivals or "").read_bytes()) for worker in scene.workers}
     usual_start = scene.fault_s - min(1.5, (scene.fault_s - scene.results[0].sent_s) / 2)
     usual = sum(usual_start <= one < scene.fault_s for times in sent.values() for one in times)
@@ -310,14 +277,15 @@ def judge(scene: Scene) -> Verdict:
     to_faulty = sorted(sent[scene.workers[-1].name] + ([] if scene.kind in MODES else scene.refused))
     during = [one - scene.fault_s for one in to_faulty if scene.fault_s <= one < scene.recovered_s]
     after = [one - scene.recovered_s for one in to_faulty if scene.recovered_s <= one < scene.end_s]
-    failures = dict(Counter(result.failure for result in scene.results if result.failure))
-    if scene.num_unasked:
-        failures["answers that nobody asked for"] = scene.num_unasked
-    return Verdict(
-        sum(failures.values()), avoided_after(during, scene.recovered_s - scene.fault_s, fair),
-        back_after(after, scene.end_s - scene.recovered_s, fair),
-        max(result.ended_s - result.sent_s for result in scene.results), failures, len(scene.results),
-    )  # fmt: skip
+    failures = Counter(result.failure for result in scene.results if result.failure)
+    failures["answers that nobody asked for"] += scene.num_unasked
+    return {
+        FAILED: failures.total(),
+        AVOIDED: avoided_after(during, scene.recovered_s - scene.fault_s, fair),
+        BACK: back_after(after, scene.end_s - scene.recovered_s, fair),
+        SLOWEST: max(result.ended_s - result.sent_s for result in scene.results),
+        REQUESTS: len(scene.results),
+    }, dict(+failures)
 
 
 def avoided_after(times: Sequence[float], duration_s: float, fair: float) -> float:
@@ -353,31 +321,29 @@ SOAK_TIMEOUT_S, FAULT_EVERY_S, FAULT_S, SEED, SETTLE_S = 1.0, 1.0, 0.7, 7, 5.0
 LOOKS = (0.1, 0.5, 1.0)  # shares of requests after which the router's memory is looked at
 
 
-@dataclass(slots=True)
 class Ledger:
     """Counts responses, one place for each request, and looks at the router's memory meanwhile."""
 
-    program: Program
-    num_requests: int
-    answered: bytearray = field(init=False)
-    failures: Counter[str] = field(default_factory=Counter)
-    workers: Counter[str] = field(default_factory=Counter)
-    num_ended: int = 0
-    rss: dict[float, int] = field(default_factory=dict)  # by share of requests
-
-    def __post_init__(self) -> None:
-        self.answered = bytearray(self.num_requests)
+    def __init__(self, router: Router, num_requests: int) -> None:
+        self.answered = bytearray(num_requests)  # how often each was
+        self.failures: Counter[str] = Counter()
+        self.workers: Counter[str] = Counter()
+        self.rss: dict[float, int] = {}  # by share of requests
+        self._router = router
+        self._num_ended = 0
 
     def note(self, result: Result) -> None:
-        self.num_ended += 1
+        self._num_ended += 1
         if result.failure or result.worker is None:
             self.failures[str(result.failure)] += 1
         else:
             self.answered[result.id] = min(255, self.answered[result.id] + 1)
             self.workers[result.worker] += 1
         for share in LOOKS:
-            if share not in self.rss and self.num_ended >= share * self.num_requests:
-                self.rss[share] = self.program.rss()
+            if share not in self.rss and self._num_ended >= share * len(self.answered):
+                self.rss[share] = self._router.rss()
+                what = f"{self.failures.total()} failed, {self.rss[share] / 2**20:.1f} MiB"
+                print(f"soak: {share:.0%} of {len(self.answered):,}, {what}", file=sys.stderr, flush=True)
 
     def rows(self, num_unasked: int) -> list[Row]:
         first, last = self.rss[LOOKS[0]], self.rss[LOOKS[-1]]
@@ -391,44 +357,31 @@ class Ledger:
 def soak(stage: Stage, cases: Sequence[str]) -> Outcome:
     num_requests = 20_000 if stage.quick else 1_000_000
     ports = free_ports(SOAK_WORKERS)
-    programs = [stage.open_workers([Worker(f"w{i}", port, slots=SOAK_SLOTS)]) for i, port in enumerate(ports)]
-    for program, port in zip(programs, ports, strict=True):
-        wait_for_ports(program, [port])
+    programs = stage.open_workers([[Worker(f"w{i}", port, slots=SOAK_SLOTS)] for i, port in enumerate(ports)])
     router = stage.open_router(OURS, ports, response_timeout_s=SOAK_TIMEOUT_S)
     router.wait()
-    ledger = Ledger(router.program, num_requests)
+    ledger = Ledger(router, num_requests)
     faults: Counter[str] = Counter()
-    client = Client(router.port, (Request(n, SOAK_WORK_S) for n in range(num_requests)), SOAK_IN_FLIGHT, ledger.note)
+
+    async def send_among_faults() -> int:
+        requests = (request_of(number, SOAK_WORK_S) for number in range(num_requests))
+        async with asyncio.TaskGroup() as tasks:  # a fault that cannot be made ends it
+            breaking = tasks.create_task(keep_breaking(list(zip(ports, programs, strict=True)), faults))
+            num_unasked = await send_all(router.port, requests, SOAK_IN_FLIGHT, ledger.note)
+            breaking.cancel()
+        return num_unasked
+
     start = time.monotonic()
-    run_fast(run_among_faults(client, ledger, list(zip(ports, programs, strict=True)), faults))
+    num_unasked = run_fast(send_among_faults())
     seconds = time.monotonic() - start
-    failed, twice, growth = ledger.rows(client.num_unasked)
     where: dict[str, Any] = {"requests": num_requests, "seconds": round(seconds, 1), "faults": dict(faults)}
     where["rss_mib"] = {f"{share:.0%}": round(rss / 2**20, 1) for share, rss in ledger.rss.items()}
     where |= {"failures": dict(ledger.failures), "answers_by_worker": dict(sorted(ledger.workers.items()))}
     left = Row(SOAK, "in flight at the end", in_flight_at_end(router), better="lower")
-    rows = [failed, twice, left, growth, Row(SOAK, "requests/s", num_requests / seconds)]
-    return Outcome(rows, {SOAK: where})
+    return Outcome([*ledger.rows(num_unasked), left, Row(SOAK, "requests/s", num_requests / seconds)], {SOAK: where})
 
 
-async def run_among_faults(
-    client: Client, ledger: Ledger, workers: list[tuple[int, Program]], faults: Counter[str]
-) -> None:
-    breaking = asyncio.create_task(keep_breaking(workers, faults))
-    running = asyncio.create_task(client.run())
-    watching = asyncio.create_task(report(ledger))
-    try:
-        # Until one ends: a fault that cannot be made would otherwise go unnoticed.
-        await asyncio.wait([running, breaking], return_when=asyncio.FIRST_COMPLETED)
-        if breaking.done():
-            breaking.result()
-        await running
-    finally:
-        for task in (breaking, running, watching):
-            task.cancel()
-
-
-async def keep_breaking(workers: list[tuple[int, Program]], faults: Counter[str]) -> None:
+async def keep_breaking(workers: Sequence[tuple[int, Program]], faults: Counter[str]) -> None:
     dice = random.Random(SEED)
     while True:
         start = time.monotonic()
@@ -436,13 +389,6 @@ async def keep_breaking(workers: list[tuple[int, Program]], faults: Counter[str]
         faults[kind] += 1
         await break_for(kind, port, program, FAULT_S)
         await asyncio.sleep(max(0.0, start + FAULT_EVERY_S - time.monotonic()))
-
-
-async def report(ledger: Ledger) -> None:
-    while True:
-        await asyncio.sleep(15.0)
-        what = f"{ledger.num_ended:,} of {ledger.num_requests:,}, {sum(ledger.failures.values())} failed"
-        print(f"soak: {what}, {ledger.program.rss() / 2**20:.1f} MiB", file=sys.stderr, flush=True)
 
 
 def in_flight_at_end(router: Router) -> int:

@@ -24,10 +24,9 @@ import urllib.request
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
-Mode = Literal["ok", "500", "hang", "slow"]
 SLOWDOWN = 10.0  # of a worker that is slow
 PATH = "/v1/completions"  # all peers forward it, and those that read bodies keep its prompt
 GIVE_UP_S = 15.0  # a request that is answered later is lost
@@ -77,8 +76,8 @@ class Worker:
         return [sys.executable, "-m", "bench.router_work", json.dumps([asdict(worker) for worker in workers])]
 
 
-def switch(port: int, mode: Mode) -> None:
-    """Change how the worker at that port behaves from now on."""
+def switch(port: int, mode: str) -> None:
+    """Change how the worker at that port behaves from now on: ok, 500, hang or slow."""
     request = urllib.request.Request(f"http://127.0.0.1:{port}/control/{mode}", method="POST", data=b"")
     with urllib.request.urlopen(request, timeout=5.0) as response:
         response.read()
@@ -143,18 +142,13 @@ async def serve(workers: Sequence[Worker]) -> None:
 
 # The client
 
+Request = tuple[int, bytes]  # an id and what is sent
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One request: its id, how much work it is for the worker, and the cost that the router is told."""
 
-    id: int
-    work_s: float
-    cost: float | None = None
-
-    def as_bytes(self) -> bytes:
-        body = json.dumps({"model": "m", "prompt": f"{self.id} {self.work_s:.6f} please", "max_tokens": 1})
-        return post(body, "" if self.cost is None else f"x-practicum-cost: {self.cost:.6f}\r\n")
+def request_of(id: int, work_s: float, cost: float | None = None) -> Request:
+    """Return a request that is so much work for the worker; `cost` is what the router is told."""
+    body = json.dumps({"model": "m", "prompt": f"{id} {work_s:.6f} please", "max_tokens": 1})
+    return id, post(body, "" if cost is None else f"x-practicum-cost: {cost:.6f}\r\n")
 
 
 def post(body: str, more_headers: str = "") -> bytes:
@@ -186,43 +180,37 @@ def judge(id: int, line: bytes, body: bytes) -> tuple[str | None, str | None]:
         return None, "body is not a worker's"
 
 
-class Client:
-    """Sends all of `requests`, `in_flight` at a time, and calls `on_result` for each. Lost connections are opened
-    again, so the load follows what the router delivers."""
+async def send_all(port: int, requests: Iterable[Request], in_flight: int, on_result: Callable[[Result], None]) -> int:
+    """Send all requests, so many at a time, and call `on_result` for each. Lost connections are opened again, so the
+    load follows what the router delivers. Return on how many connections more came than was asked for."""
+    waiting = iter(requests)
 
-    def __init__(
-        self, port: int, requests: Iterable[Request], in_flight: int, on_result: Callable[[Result], None]
-    ) -> None:
-        self._port = port
-        self._requests = iter(requests)
-        self._in_flight = in_flight
-        self._on_result = on_result
-        self.num_unasked = 0  # connections on which more came than was asked for
-
-    async def run(self) -> None:
-        await asyncio.gather(*(self._send_in_turn() for _ in range(self._in_flight)))
-
-    async def _send_in_turn(self) -> None:
+    async def send_in_turn() -> bool:
         streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        for request in self._requests:
+        for id, request in waiting:
             sent_s = time.monotonic()
             try:
                 async with asyncio.timeout(GIVE_UP_S):
                     if streams is None or streams[0].at_eof():
-                        streams = await asyncio.open_connection("127.0.0.1", self._port)
-                    streams[1].write(request.as_bytes())
-                    worker, failure = judge(request.id, *await read_message(streams[0]))
+                        streams = await asyncio.open_connection("127.0.0.1", port)
+                    streams[1].write(request)
+                    worker, failure = judge(id, *await read_message(streams[0]))
             except (OSError, EOFError) as error:
                 worker, failure = None, str(error) or type(error).__name__
                 await asyncio.sleep(0.02)  # a router that refuses connections is not to be hammered
             if failure and streams is not None:
                 streams[1].close()  # verl's router does so too, without notice, and one fault is to count once
                 streams = None
-            self._on_result(Result(request.id, sent_s, time.monotonic(), worker, failure))
-        if streams is not None:
-            with suppress(TimeoutError, OSError):
-                self.num_unasked += bool(await asyncio.wait_for(streams[0].read(1), 0.05))
-            streams[1].close()
+            on_result(Result(id, sent_s, time.monotonic(), worker, failure))
+        if streams is None:
+            return False
+        more = b""
+        with suppress(TimeoutError, OSError):
+            more = await asyncio.wait_for(streams[0].read(1), 0.05)
+        streams[1].close()
+        return bool(more)
+
+    return sum(await asyncio.gather(*(send_in_turn() for _ in range(in_flight))))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ import json
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from bench.harness import BenchError, Options, Outcome, Row
 from bench.models import save_random
 
 MEMORY, NUMBERS = "memory", "numbers"
+LOG_PROBS, VALIDATION = "log-probs of tokens", "validation"
 DRIVER, WORKERS, HELPERS, RAY = "driver", "workers", "helpers", "Ray"
 ANSWERS, PROMPTS = 4, 4
 RIGHT_ABOVE = 0.5
@@ -44,29 +47,7 @@ FULL = Plan(num_steps=500, settled=50, look_every=10, checkpoint_every=100)
 QUICK = Plan(num_steps=30, settled=10, look_every=5, checkpoint_every=10)
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What one process holds, or several together."""
-
-    rss: int
-    descriptors: int
-    threads: int
-
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(self.rss + other.rss, self.descriptors + other.descriptors, self.threads + other.threads)
-
-
-Usages = dict[int, dict[str, Usage]]  # by step and kind of process
-
-
-@dataclass(frozen=True, slots=True)
-class Drift:
-    """Largest differences from what the run had logged, over the steps that were computed anew."""
-
-    steps: list[int]
-    metrics: dict[str, float]
-    log_probs: float  # of any token
-    validation: float
+Usages = dict[int, dict[str, Counter[str]]]  # by step and kind of process: bytes, descriptors, threads
 
 
 def run(options: Options) -> Outcome:
@@ -78,14 +59,15 @@ def run(options: Options) -> Outcome:
         start = time.monotonic()
         usages = soak(folder, plan)
         seconds = time.monotonic() - start
-        drift = drift_of(folder / "run", plan)
+        steps, drifts = drifts_of(folder / "run", plan)
     where: dict[str, Any] = {**asdict(plan), "answers_per_step": PROMPTS * ANSWERS, "seconds": round(seconds, 1)}
-    where["steps_computed_anew"] = drift.steps
+    where["steps_computed_anew"] = steps
     where["rss_mib"] = {
-        kind: {step: round(usage[kind].rss / 2**20, 1) for step, usage in usages.items() if kind in usage}
+        kind: {step: round(usage[kind]["rss"] / 2**20, 1) for step, usage in usages.items() if kind in usage}
         for kind in usages[plan.num_steps]
     }
-    return Outcome([*memory_rows(usages, plan), *drift_rows(drift)], {"soak": where})
+    numbers = [Row(NUMBERS, f"{name}: largest difference", drift, better="lower") for name, drift in drifts.items()]
+    return Outcome([*memory_rows(usages, plan), *numbers], {"soak": where})
 
 
 def grade(sample: Any) -> float:
@@ -132,7 +114,7 @@ def soak(folder: Path, plan: Plan, backend: str = "ray") -> Usages:
         if report.number % plan.look_every == 0:
             usages[report.number] = usage = usage_of_all()
             if report.number % (10 * plan.look_every) == 0:
-                rss = ", ".join(f"{kind} {own.rss / 2**20:.1f}" for kind, own in usage.items())
+                rss = ", ".join(f"{kind} {own['rss'] / 2**20:.1f}" for kind, own in usage.items())
                 where = f"soak: step {report.number}, reward {report.reward:.3f}, MiB: {rss}"
                 print(where, file=sys.stderr, flush=True)
     return usages
@@ -141,16 +123,14 @@ def soak(folder: Path, plan: Plan, backend: str = "ray") -> Usages:
 # Memory
 
 
-def usage_of_all() -> dict[str, Usage]:
+def usage_of_all() -> dict[str, Counter[str]]:
     """Return what this process, the driver, holds, and what those below it do, added up by kind."""
     driver = psutil.Process()
     found = {DRIVER: usage_of(driver)}
     for child in driver.children(recursive=True):
-        try:
+        with suppress(psutil.Error):  # it has ended meanwhile
             kind, usage = kind_of(child.cmdline()), usage_of(child)
-        except psutil.Error:  # it has ended meanwhile
-            continue
-        found[kind] = found[kind] + usage if kind in found else usage
+            found[kind] = found.get(kind, Counter()) + usage
     return found
 
 
@@ -162,9 +142,9 @@ def kind_of(command: list[str]) -> str:
     return RAY if is_ray else HELPERS
 
 
-def usage_of(process: psutil.Process) -> Usage:
+def usage_of(process: psutil.Process) -> Counter[str]:
     with process.oneshot():
-        return Usage(process.memory_info().rss, process.num_fds(), process.num_threads())
+        return Counter(rss=process.memory_info().rss, descriptors=process.num_fds(), threads=process.num_threads())
 
 
 def memory_rows(usages: Usages, plan: Plan) -> list[Row]:
@@ -172,19 +152,20 @@ def memory_rows(usages: Usages, plan: Plan) -> list[Row]:
     first, last = usages[plan.settled], usages[plan.num_steps]
     rows = []
     for kind in [kind for kind in last if kind in first]:
-        before, after = first[kind], last[kind]
-        rows.append(Row(MEMORY, f"{kind}: RSS growth, MiB", (after.rss - before.rss) / 2**20, better="lower"))
+        more = {name: last[kind][name] - first[kind][name] for name in ("rss", "descriptors", "threads")}
+        rows.append(Row(MEMORY, f"{kind}: RSS growth, MiB", more["rss"] / 2**20, better="lower"))
         if kind != RAY:  # which opens and closes as it likes
-            more = max(after.descriptors - before.descriptors, after.threads - before.threads)
-            rows.append(Row(MEMORY, f"{kind}: more descriptors or threads", more, better="lower"))
+            most = max(more["descriptors"], more["threads"])
+            rows.append(Row(MEMORY, f"{kind}: more descriptors or threads", most, better="lower"))
     return rows
 
 
 # Numbers
 
 
-def drift_of(run_dir: Path, plan: Plan) -> Drift:
-    """Compute anew the first step, and those that begin with the weights of a checkpoint."""
+def drifts_of(run_dir: Path, plan: Plan) -> tuple[list[int], dict[str, float]]:
+    """Compute anew the first step, and those that begin with the weights of a checkpoint. Return them, and the largest
+    differences from what the run had logged."""
     from practicum.replay import Recording
 
     logged = {row["step"]: row for row in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())}
@@ -201,7 +182,7 @@ def drift_of(run_dir: Path, plan: Plan) -> Drift:
             gap = max(gap, step_gap)
             for name, value in anew.items():
                 metrics[name] = max(metrics.get(name, 0.0), abs(value - logged[step][name]))
-    return Drift(steps, metrics, gap, validation_drift(run_dir, logged))
+    return steps, {**metrics, LOG_PROBS: gap, VALIDATION: validation_drift(run_dir, logged)}
 
 
 def computed_anew(samples: Sequence[Any], model: Path) -> tuple[dict[str, float], float]:
@@ -210,8 +191,7 @@ def computed_anew(samples: Sequence[Any], model: Path) -> tuple[dict[str, float]
     from transformers import AutoModelForCausalLM
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    rewards = [even_share(sample.token_ids.tolist()) for sample in samples]
-    lengths = [len(sample.token_ids) for sample in samples]
+    rewards = [grade(sample) for sample in samples]
     entropies: list[float] = []
     gap = 0.0
     for sample in samples:
@@ -223,10 +203,10 @@ def computed_anew(samples: Sequence[Any], model: Path) -> tuple[dict[str, float]
         gap = max(gap, float(np.abs(log_probs - sample.log_probs).max()))
         entropies += (-(table.exp() * table).sum(-1)).tolist()
     figures = {
-        "reward/mean": sum(rewards) / len(rewards),
+        "reward/mean": float(np.mean(rewards)),
         "reward/std": float(np.std(rewards)),
-        "rollout/answer_tokens": sum(lengths) / len(lengths),
-        "actor/entropy": sum(entropies) / len(entropies),
+        "rollout/answer_tokens": float(np.mean([len(sample.token_ids) for sample in samples])),
+        "actor/entropy": float(np.mean(entropies)),
     }
     return figures, gap
 
@@ -236,18 +216,8 @@ def validation_drift(run_dir: Path, logged: dict[int, dict[str, float]]) -> floa
     largest = 0.0
     for path in sorted((run_dir / "validation").glob("step-*.jsonl")):
         metrics = logged[int(path.stem.removeprefix("step-"))]
-        scores = [json.loads(line)["score"] for line in path.read_text().splitlines()]
-        for name, value in (
-            ("validation/accuracy", sum(scores) / len(scores)),
-            ("validation/pass@1", sum(score > RIGHT_ABOVE for score in scores) / len(scores)),
-        ):
-            largest = max(largest, abs(value - metrics[name]))
+        scores = np.array([json.loads(line)["score"] for line in path.read_text().splitlines()])
+        accuracy, passed = float(scores.mean()), float((scores > RIGHT_ABOVE).mean())
+        gaps = abs(accuracy - metrics["validation/accuracy"]), abs(passed - metrics["validation/pass@1"])
+        largest = max(largest, *gaps)
     return largest
-
-
-def drift_rows(drift: Drift) -> list[Row]:
-    return [
-        *(Row(NUMBERS, f"{name}: largest difference", gap, better="lower") for name, gap in drift.metrics.items()),
-        Row(NUMBERS, "log-probs of tokens: largest difference", drift.log_probs, better="lower"),
-        Row(NUMBERS, "validation: largest difference", drift.validation, better="lower"),
-    ]

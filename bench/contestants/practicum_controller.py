@@ -1,8 +1,8 @@
-"""Ours in the `controller` benchmark, a worker group on a pool of its own; and bare Ray actors, with as little code
-around them as does the work."""
+"""Ours in the `controller` benchmark, and bare Ray actors with as little code around them as does the work."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,8 @@ import numpy.typing as npt
 import ray
 
 from bench.contestant import Line
-from bench.controller_work import BARE, ITEMS, OURS, ROWS, Job, items, rows, start_ray, take_steps
+from bench.controller_work import BARE, ITEMS, ROWS, Job, items, rows, start_ray, take_steps
+from bench.sides import OURS
 from practicum.controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, WorkerGroup
 from practicum.controller.workers import WorkerSet, WorkerSetPlan
 
@@ -43,9 +44,9 @@ class OurTeam:
     def noop(self) -> Any:
         return self._group.execute_all(Echo.noop)
 
-    def batches(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        yield ITEMS, lambda: self._group.scatter(Echo.echo_items, items())
-        yield ROWS, lambda: self._group.scatter(Echo.echo_rows, rows())
+    def batches(self) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+        yield ITEMS, "", lambda: self._group.scatter(Echo.echo_items, items())
+        yield ROWS, "", lambda: self._group.scatter(Echo.echo_rows, rows())
 
     def pids(self) -> Sequence[int]:
         return self._group.execute_all(Echo.pid)
@@ -74,9 +75,11 @@ class BareTeam:
     def noop(self) -> Any:
         return ray.get([actor.noop.remote() for actor in self._actors])
 
-    def batches(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        yield ITEMS, self._echo_items
-        yield ROWS, self._echo_rows
+    def batches(self) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+        num, size = len(self._actors), len(items()) // len(self._actors)
+        slices = [slice(i * size, (i + 1) * size) for i in range(num)]
+        yield ITEMS, "", lambda: [item for reply in self._echo([items()[it] for it in slices]) for item in reply]
+        yield ROWS, "", lambda: np.concatenate(self._echo(np.array_split(rows(), num)))
 
     def pids(self) -> Sequence[int]:
         return list(ray.get([actor.pid.remote() for actor in self._actors]))
@@ -84,14 +87,6 @@ class BareTeam:
     def stop(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
-
-    def _echo_items(self) -> list[Any]:
-        batch, size = items(), len(items()) // len(self._actors)
-        shards = [batch[i * size : (i + 1) * size] for i in range(len(self._actors))]
-        return [item for reply in self._echo(shards) for item in reply]
-
-    def _echo_rows(self) -> Any:
-        return np.concatenate(self._echo(np.array_split(rows(), len(self._actors))))
 
     def _echo(self, shards: Sequence[Any]) -> Any:
         return ray.get([actor.echo.remote(shard) for actor, shard in zip(self._actors, shards, strict=True)])
@@ -132,12 +127,8 @@ def noop_on_fakes(num_workers: int) -> Callable[[], Any]:
     return lambda: group.execute_all(Echo.noop)
 
 
-def main() -> None:
+if __name__ == "__main__":
     line = Line()
     start_ray()
-    sides = {OURS: OurTeam, BARE: BareTeam}
-    take_steps(line, Job.parse(sys.argv[1]), ["practicum", "ray", "numpy"], sides, pretend=noop_on_fakes)
-
-
-if __name__ == "__main__":
-    main()
+    job, packages = Job(**json.loads(sys.argv[1])), ["practicum", "ray", "numpy"]
+    take_steps(line, job, packages, {OURS: OurTeam, BARE: BareTeam}, pretend=noop_on_fakes)

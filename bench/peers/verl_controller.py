@@ -5,6 +5,7 @@ Runs in the environment that verl.sh makes.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 from bench.contestant import Line
-from bench.controller_work import ITEMS, NUMPY, ROWS, TENSORDICT, Job, items, rows, start_ray, take_steps
+from bench.controller_work import ITEMS, ROWS, Job, items, rows, start_ray, take_steps
 
 SERIALIZATION = "VERL_DATAPROTO_SERIALIZATION_METHOD"
 
@@ -59,14 +60,14 @@ class VerlTeam:
     def noop(self) -> Any:
         return self._group.noop()
 
-    def batches(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def batches(self) -> Iterator[tuple[str, str, Callable[[], Any]]]:
         few = DataProto.from_dict({"x": torch.tensor(items())})
         many = DataProto.from_dict({"x": torch.from_numpy(rows())})
-        yield ITEMS, lambda: self._group.echo_proto(few).batch["x"]
-        yield ROWS, lambda: self._group.echo_proto(many).batch["x"]
-        yield f"{ROWS} {TENSORDICT}", lambda: self._group.echo_dict(many.batch)["x"]
+        yield ITEMS, "", lambda: self._group.echo_proto(few).batch["x"]
+        yield ROWS, "", lambda: self._group.echo_proto(many).batch["x"]
+        yield ROWS, "TensorDict", lambda: self._group.echo_dict(many.batch)["x"]
         self._serialize_by("numpy")
-        yield f"{ROWS} {NUMPY}", lambda: self._group.echo_proto(many).batch["x"]
+        yield ROWS, "NumPy", lambda: self._group.echo_proto(many).batch["x"]
         self._serialize_by("default")
 
     def pids(self) -> Sequence[int]:
@@ -84,11 +85,8 @@ class VerlTeam:
         self._group.serialize_by(method)
 
 
-def main() -> None:
+if __name__ == "__main__":
     line = Line()
     start_ray()
-    take_steps(line, Job.parse(sys.argv[1]), ["verl", "tensordict", "torch", "ray"], {"verl": VerlTeam})
-
-
-if __name__ == "__main__":
-    main()
+    packages = ["verl", "tensordict", "torch", "ray"]
+    take_steps(line, Job(**json.loads(sys.argv[1])), packages, {"verl": VerlTeam})

@@ -1,10 +1,12 @@
 """verl in the `reward` benchmark: its RewardLoopManager with two RewardLoopWorkers, asked as its trainer asks it.
 
-Runs in the environment that verl.sh makes. All cases go through one reward function, which verl finds in a file.
+`verl_reward MANAGER JOB` runs in the environment that verl.sh makes. All cases go through one reward function, which
+verl finds in a file.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,41 +22,30 @@ from verl.experimental.reward_loop import RewardLoopManager
 from bench import reward_functions
 from bench.contestant import Line
 from bench.controller_work import start_ray
-from bench.reward_work import CONCURRENCY, NUM_WORKERS, Item, Job, take_steps
+from bench.reward_functions import ASYNC, AT_A_TIME
+from bench.reward_work import NUM_WORKERS, Batch, Item, Job, take_steps
 
-FUNCTIONS = {"naive": "compute_score", "rate_limited": "compute_score_async"}
+# What each manager calls, and whom it speaks for.
+MANAGERS = {"naive": ("compute_score", "verl"), "rate_limited": ("compute_score_async", "verl (rate_limited)")}
 PROMPT_TOKENS = 32
 
 
-def config_of(job: Job) -> Any:
+def config_of(manager: str, tokenizer: str) -> Any:
     """The keys that the reward loop reads, with verl's defaults but for the function and the number of workers."""
-    function = {"path": str(Path(reward_functions.__file__)), "name": FUNCTIONS[job.manager]}
+    function = {"path": str(Path(reward_functions.__file__)), "name": MANAGERS[manager][0]}
     return OmegaConf.create(
         {
-            "actor_rollout_ref": {"model": {"path": job.tokenizer, "tokenizer_path": None}},
+            "actor_rollout_ref": {"model": {"path": tokenizer, "tokenizer_path": None}},
             "reward": {
                 "num_workers": NUM_WORKERS,
                 "custom_reward_function": function,
-                "reward_manager": {"source": "register", "name": job.manager},
+                "reward_manager": {"source": "register", "name": manager},
                 "reward_model": {"enable": False},
                 # It holds for each worker alone.
-                "max_concurrent": CONCURRENCY // NUM_WORKERS,
+                "max_concurrent": AT_A_TIME[ASYNC] // NUM_WORKERS,
             },
         }
     )
-
-
-class VerlBatch:
-    def __init__(self, manager: RewardLoopManager, data: DataProto) -> None:
-        self._manager = manager
-        self._data = data
-
-    def grade(self) -> DataProto:
-        return self._manager.compute_rm_score(self._data)
-
-    def values(self, graded: DataProto) -> list[float | None]:
-        scores: list[float | None] = graded.batch["rm_scores"].sum(dim=-1).tolist()
-        return scores
 
 
 def data_of(case: str, items: Sequence[Item], ids: Sequence[Sequence[int]]) -> DataProto:
@@ -81,16 +72,16 @@ def data_of(case: str, items: Sequence[Item], ids: Sequence[Sequence[int]]) -> D
 
 def main() -> None:
     line = Line()
-    job = Job.parse(sys.argv[1])
+    name, job = sys.argv[1], Job(**json.loads(sys.argv[2]))
     tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
     start_ray()
-    manager = RewardLoopManager(config_of(job))
+    manager = RewardLoopManager(config_of(name, job.tokenizer))
 
-    def pack(case: str, items: list[Item]) -> VerlBatch:
-        ids = tokenizer([item.text for item in items])["input_ids"]
-        return VerlBatch(manager, data_of(case, items, ids))
+    def pack(case: str, items: list[Item]) -> Batch:
+        data = data_of(case, items, tokenizer([item.text for item in items])["input_ids"])
+        return lambda: manager.compute_rm_score(data), lambda graded: graded.batch["rm_scores"].sum(dim=-1).tolist()
 
-    take_steps(line, job, ["verl", "ray", "torch", "math-verify"], pack)
+    take_steps(line, job, ["verl", "ray", "torch", "math-verify"], MANAGERS[name][1], pack)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from bench.controller_work import BARE, FAKES, ITEMS, NOOP, NUM_WORKERS, RAY_SETTINGS, ROWS, START, Job, part_of
+from bench.controller_work import BARE, FAKES, ITEMS, NOOP, NUM_WORKERS, RAY_SETTINGS, ROWS, START, Job
 from bench.harness import Options, Outcome, Row, choose_peer
 from bench.sides import OURS, Sides, Table, contest, rows_of
 from bench.turns import Plan
@@ -57,12 +57,11 @@ def growth_of(sides: Sides, job: Job) -> tuple[list[Row], dict[str, Any]]:
     """Compare the no-op by number of workers: on processes, ours and bare Ray's, and on fakes, where only the driver
     works. Return rows, and what shows whether their slopes are of straight lines."""
 
-    def on_processes(side: str) -> tuple[float, dict[str, Any]]:
-        numbers = sides[side]
-        return growth({NUM_WORKERS: numbers[NOOP], **{n: numbers[part_of(NOOP, n)] for n in job.larger_teams}})
-
-    (ours, our_points), (bare, bare_points) = on_processes(OURS), on_processes(BARE)
-    on_fakes, fake_points = growth({n: sides[OURS][part_of(FAKES, n)] for n in job.fakes})
+    (ours, our_points), (bare, bare_points) = (
+        growth({NUM_WORKERS: sides[side][NOOP], **{n: sides[side][f"{NOOP}_{n}"] for n in job.larger_teams}})
+        for side in (OURS, BARE)
+    )
+    on_fakes, fake_points = growth({n: sides[OURS][f"{FAKES}_{n}"] for n in job.fakes})
     rows = [
         Row("no-op, each further worker", "µs per call", 1e3 * ours, 1e3 * bare, BARE, "lower"),
         Row("no-op, driver's own work per worker", "µs per call", 1e3 * on_fakes, better="lower"),

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,20 +61,22 @@ class Job:
         return json.dumps(asdict(self))
 
 
-class Team(Protocol):
-    """A group of workers the way one side builds it. It is made with their number."""
+# The name of a batch, which way of sending it this is if a side has several, and the call that sends it out in shards
+# and returns what came back, joined in one piece.
+Batches = Iterator[tuple[str, str, Callable[[], Any]]]
 
-    def noop(self) -> Any:
-        """Every worker does nothing; returns when all have answered."""
 
-    def batches(self) -> Iterator[tuple[str, str, Callable[[], Any]]]:
-        """Yield the batch's name, which way of sending it this is if a side has several, and the call that sends it
-        out in shards and returns what came back, joined in one piece."""
+@dataclass(frozen=True, slots=True)
+class Team:
+    """A group of workers the way one side builds it."""
 
-    def pids(self) -> Sequence[int]: ...
+    noop: Callable[[], Any]  # every worker does nothing; returns when all have answered
+    batches: Callable[[], Batches]
+    pids: Callable[[], Iterable[int]]
+    stop: Callable[[], None]  # ends the workers and gives back their resources
 
-    def stop(self) -> None:
-        """End the workers and give back their resources."""
+
+Start = Callable[[int], Team]  # from the number of workers
 
 
 @cache
@@ -99,33 +101,22 @@ def start_ray() -> None:
     )  # fmt: skip
 
 
-def part_of(kind: str, size: int) -> str:
-    """The name of the no-op's time on a standing team of another size."""
-    return f"{kind}_{size}"
-
-
-Start = Callable[[int], Team]
-
-
 def take_steps(
-    line: Line,
-    job: Job,
-    packages: Iterable[str],
-    sides: Mapping[str, Start],
+    line: Line, job: Job, packages: Iterable[str], sides: Mapping[str, Start],
     pretend: Callable[[int], Callable[[], Any]] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Be a contestant, once Ray is up. `pretend` makes the no-op of a team without processes, for the first side."""
     teams = {side: start(NUM_WORKERS) for side, start in sides.items()}
-    standing = [(part_of(NOOP, n), n, {side: start(n).noop for side, start in sides.items()}) for n in job.larger_teams]
+    standing = [(NOOP, n, {side: start(n).noop for side, start in sides.items()}) for n in job.larger_teams]
     if pretend is not None:
-        standing += [(part_of(FAKES, n), n, {next(iter(sides)): pretend(n)}) for n in job.fakes]
+        standing += [(FAKES, n, {next(iter(sides)): pretend(n)}) for n in job.fakes]
     order = list(sides)
 
     def take_step(_: str) -> dict[str, Any]:
         began, ended_cpu_s = time.perf_counter(), 0.0
         found = time_calls(teams, job)
-        for part, size, noops in standing:
-            found |= timed(part, noops, max(10, job.num_noops * NUM_WORKERS // size))
+        for kind, size, noops in standing:
+            found |= timed(f"{kind}_{size}", noops, max(10, job.num_noops * NUM_WORKERS // size))
         for side in order if job.num_rows else ():
             found[f"{side}: {START}"], used_cpu_s = time_start(sides[side])
             ended_cpu_s += used_cpu_s
@@ -169,11 +160,11 @@ def timed(part: str, calls: Mapping[str, Callable[[], Any]], count: int) -> dict
 def time_start(start: Start) -> tuple[float, float]:
     """Return the seconds from nothing to the first answered call of two workers, and the CPU seconds of all processes
     that were not there before. Those are read while they live: Ray's raylet lets the kernel forget what they used."""
-    before = {process.pid for process in _descendants()}
+    before = {process.pid for process in descendants()}
     cpu_s: dict[int, float] = {}
 
     def note_cpu_s() -> None:
-        for process in _descendants():
+        for process in descendants():
             if process.pid not in before:
                 with suppress(psutil.NoSuchProcess):
                     cpu_s[process.pid] = sum(process.cpu_times()[:2])
@@ -188,27 +179,22 @@ def time_start(start: Start) -> tuple[float, float]:
         raise RuntimeError(f"processes {sorted(old)} were running before the start-up that was to start them")
     note_cpu_s()
     team.stop()
-    wait_until_gone(pids)
-    return seconds, sum(cpu_s.values())
-
-
-def wait_until_gone(pids: set[int]) -> None:
-    """Until the processes have ended and Ray has put away those that only helped to start them."""
+    # Those that only helped to start the others, which Ray keeps without work, are to be gone as well.
     deadline = time.monotonic() + GONE_WITHIN_S
-    while leftovers := [one.pid for one in _descendants() if one.pid in pids or _is_idle(one)]:
+    while leftovers := [one.pid for one in descendants() if one.pid in pids or command_of(one) == "ray::IDLE"]:
         if time.monotonic() > deadline:
             raise RuntimeError(
                 f"processes {leftovers} were still there {GONE_WITHIN_S:g} s after the end of their team"
             )
         time.sleep(0.05)
+    return seconds, sum(cpu_s.values())
 
 
-def _descendants() -> list[psutil.Process]:
+def descendants() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
-def _is_idle(process: psutil.Process) -> bool:
-    """Return whether it is a worker that Ray keeps without work."""
+def command_of(process: psutil.Process) -> str:
     with suppress(psutil.NoSuchProcess):
-        return process.cmdline()[:1] == ["ray::IDLE"]
-    return False
+        return next(iter(process.cmdline()), "")
+    return ""

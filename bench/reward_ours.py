@@ -1,11 +1,10 @@
 """Ours in the `reward` benchmark: `reward_ours PROGRAM JOB`.
 
-contest        a reward centre for each case, all on one pool of two workers
-bare           the math grader in a plain loop over all samples, and two such loops at once over half of them each: on
-               cores that share caches or arithmetic units, the same work takes more CPU time when both are busy
-hostile        answers that hang, raise, exit, crash or allocate without end: the statuses of all samples, the seconds,
-               what they may be by arithmetic, and which of our processes are left
-replicas       three replicas of a reward model: a batch undisturbed, and again with one killed and one hung
+contest    a reward centre for each case, all on one pool of two workers
+bare       the math grader in a plain loop over all samples, and two such loops at once over half of them each: on cores
+           that share caches or arithmetic units, the same work takes more CPU time when both are busy
+hostile    answers that hang, raise, exit, crash or allocate without end: what all samples get, in which time
+replicas   three replicas of a reward model: a batch undisturbed, and again with one killed and one hung
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, ExitStack, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +49,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+def make_sample(item: Item, token_ids: Sequence[int] = (1,)) -> Sample:
+    num = len(token_ids)
+    return Sample(
+        prompt=Prompt(str(item.prompt), text="?", answer=item.truth), prompt_ids=np.ones(32, np.int32),
+        token_ids=np.asarray(token_ids, np.int32), log_probs=np.full(num, -1.0, np.float32),
+        loss_mask=np.ones(num, np.bool_), versions=np.zeros(num, np.int32), text=item.text, finish_reason="stop",
+    )  # fmt: skip
+
+
 def groups_of(samples: Sequence[Sample]) -> list[PromptGroup]:
     """Make a group of each answer."""
     params = SamplingParams(max_new_tokens=1, num_answers=1)
@@ -64,26 +72,13 @@ def scores_of(groups: Sequence[PromptGroup]) -> list[Score]:
     return [score for score in scores if score is not None]
 
 
-def make_sample(item: Item, token_ids: Sequence[int] = (1,)) -> Sample:
-    num = len(token_ids)
-    return Sample(
-        prompt=Prompt(str(item.prompt), text="?", answer=item.truth), prompt_ids=np.ones(32, np.int32),
-        token_ids=np.asarray(token_ids, np.int32), log_probs=np.full(num, -1.0, np.float32),
-        loss_mask=np.ones(num, np.bool_), versions=np.zeros(num, np.int32), text=item.text, finish_reason="stop",
-    )  # fmt: skip
-
-
 def contest(line: Line, job: Job) -> None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(job.tokenizer) / "tokenizer.json"))
     start_ray()
-    with ExitStack() as stack:
-        controller = stack.enter_context(
-            open_controller("ray", num_workers=NUM_WORKERS, use_gpu=False, max_colocate_count=len(CONFIGS))
-        )
-        centres = AsyncExitStack()
-        stack.callback(lambda: run_sync(centres.aclose()))
+    centres = AsyncExitStack()
+    with open_controller("ray", num_workers=NUM_WORKERS, use_gpu=False, max_colocate_count=len(CONFIGS)) as controller:
         managers = {
             case: run_sync(centres.enter_async_context(open_reward_centre(RewardConfig(**CONFIGS[case]), controller)))
             for case in job.loads
@@ -95,7 +90,10 @@ def contest(line: Line, job: Job) -> None:
             grade = managers[case].grade
             return lambda: run_sync(grade(groups)), lambda _: [score.value for score in scores_of(groups)]
 
-        take_steps(line, job, ["practicum", "ray", "math-verify"], OURS, pack)
+        try:
+            take_steps(line, job, ["practicum", "ray", "math-verify"], OURS, pack)
+        finally:
+            run_sync(centres.aclose())
 
 
 # The bare grader
@@ -131,50 +129,49 @@ def loops_cpu_s(samples: Sequence[Sample]) -> float:
 
 # Hostile answers
 
-TIMEOUT_S = 2.0
-NUM_HOSTILE_PROCESSES = 8
+TIMEOUT_S, NUM_HOSTILE_PROCESSES = 2.0, 8
 GONE_WITHIN_S = 20.0
 MARK = "BENCH_REWARD_MARK"
 STATUSES = {"fine": "ok", "hang": "timeout"}  # of all other answers: invalid
 
 
 def hostile(line: Line, job: Job) -> None:
-    num_samples = max(num for num, _ in job.loads.values())
     mark = os.environ[MARK] = uuid.uuid4().hex
+    num_samples = max(num for num, _ in job.loads.values())
+    serve(line, ["practicum", "ray"], lambda seed: grade_hostile(hostile_items(num_samples), mark))
+
+
+def grade_hostile(items: Sequence[Item], mark: str) -> dict[str, float]:
+    """Grade a batch without the answers that hang, and all of it; count what is wrong, and processes with our mark in
+    their environment that are left."""
     config = RewardConfig(
         function=f"{FUNCTIONS}:hostile", timeout_s=TIMEOUT_S, memory_mb=256, processes=NUM_HOSTILE_PROCESSES,
         max_failure_share=0.5,
     )  # fmt: skip
+    groups = groups_of([make_sample(item) for item in items])
+    rest = groups_of([make_sample(item) for item in items if item.text != "hang"])
 
-    def measure(seed: int) -> dict[str, float]:
-        items = hostile_items(num_samples)
-        groups = groups_of([make_sample(item) for item in items])
-        rest = groups_of([make_sample(item) for item in items if item.text != "hang"])
-        marked: list[int] = []
+    async def grade() -> tuple[float, float, int]:
+        async with open_reward_centre(config, controller) as manager:
+            rest_s, took_s = [(await manager.grade(batch)).seconds for batch in (rest, groups)]
+            return rest_s, took_s, num_marked(mark)
 
-        async def grade() -> tuple[float, float]:
-            async with open_reward_centre(config, controller) as manager:
-                rest_s = (await manager.grade(rest)).seconds
-                took_s = (await manager.grade(groups)).seconds
-                marked.extend(pids_marked(mark))
-                return rest_s, took_s
-
-        with open_controller("ray", num_workers=NUM_WORKERS, use_gpu=False, max_colocate_count=1) as controller:
-            rest_s, took_s = run_sync(grade())
-        # Else no process that is left would be seen either.
-        if len(marked) < NUM_HOSTILE_PROCESSES:
-            raise RuntimeError(f"only {len(marked)} processes carry the mark that all of ours inherit")
-        wrong = mistaken(items, scores_of(groups))
-        return {
-            f"{OURS}: {RAISE}: {LOST}": sum(num for (what, _), num in wrong.items() if what in ("fine", "raise")),
-            f"{OURS}: {HOSTILE}: s": took_s,
-            f"deadline arithmetic: {HOSTILE}: s": allowed_s(len(groups) - len(rest), rest_s),
-            f"{OURS}: {HOSTILE}: samples with a wrong status or score": wrong.total(),
-            f"{OURS}: {HOSTILE}: processes left": num_left(mark),
-            **{f"{OURS}: {HOSTILE}: {what} taken for {status}": num for (what, status), num in wrong.items()},
-        }
-
-    serve(line, ["practicum", "ray"], measure)
+    with open_controller("ray", num_workers=NUM_WORKERS, use_gpu=False, max_colocate_count=1) as controller:
+        rest_s, took_s, num_seen = run_sync(grade())
+    if num_seen < NUM_HOSTILE_PROCESSES:  # else no process that is left would be seen either
+        raise RuntimeError(f"only {num_seen} processes carry the mark that all of ours inherit")
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while (num_left := num_marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    wrong = mistaken(items, scores_of(groups))
+    return {
+        f"{OURS}: {RAISE}: {LOST}": sum(num for (what, _), num in wrong.items() if what in ("fine", "raise")),
+        f"{OURS}: {HOSTILE}: s": took_s,
+        f"deadline arithmetic: {HOSTILE}: s": allowed_s(len(groups) - len(rest), rest_s),
+        f"{OURS}: {HOSTILE}: samples with a wrong status or score": wrong.total(),
+        f"{OURS}: {HOSTILE}: processes left": num_left,
+        **{f"{OURS}: {HOSTILE}: {what} taken for {status}": num for (what, status), num in wrong.items()},
+    }
 
 
 def mistaken(items: Sequence[Item], scores: Sequence[Score]) -> Counter[tuple[str, str]]:
@@ -192,29 +189,16 @@ def allowed_s(num_hanging: int, rest_s: float) -> float:
     return num_hanging * TIMEOUT_S / (NUM_HOSTILE_PROCESSES / NUM_WORKERS) + TIMEOUT_S + rest_s
 
 
-def num_left(mark: str) -> int:
-    """Count other processes with our mark in their environment, once they have had time to end."""
-    deadline = time.monotonic() + GONE_WITHIN_S
-    while (left := pids_marked(mark)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return len(left)
-
-
-def pids_marked(mark: str) -> list[int]:
-    found = []
-    for process in psutil.process_iter():
-        # Those of other users cannot be ours.
-        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
-                found.append(process.pid)
-    return found
+def num_marked(mark: str) -> int:
+    """Count other processes with our mark. Those of other users, which hide their environment, cannot be ours."""
+    others = [one for one in psutil.process_iter(["environ"]) if one.pid != os.getpid()]
+    return sum((one.info["environ"] or {}).get(MARK) == mark for one in others)
 
 
 # Replicas
 
 NUM_REPLICAS = 3
-# Of a batch, before the faults come: all replicas are at work then, and much is left to do.
-AFTER_SHARE = 0.1
+AFTER_SHARE = 0.1  # of a batch is graded when the faults come: all replicas are at work, and much is left to do
 TOKENS = 128
 
 
@@ -250,14 +234,12 @@ def grade_with_replicas(folder: str, num_samples: int) -> dict[str, float]:
     texts = ["".join(chance.choices("0123456789", k=TOKENS - 1)) for _ in range(num_samples)]
     samples = [make_sample(Item(i, text, "", None)) for i, text in enumerate(texts)]
     victims: list[int] = []  # empty: leave the batch in peace
-    done_before: list[int] = []  # the faults came
 
     def disturb(progress: Progress) -> None:
         if victims and progress.num_done >= AFTER_SHARE * progress.num_samples:
-            os.kill(victims[0], signal.SIGKILL)
-            os.kill(victims[1], signal.SIGSTOP)
+            os.kill(victims.pop(), signal.SIGKILL)
+            os.kill(victims.pop(), signal.SIGSTOP)
             victims.clear()
-            done_before.append(progress.num_done)
 
     async def grade() -> tuple[list[float], list[list[Score]]]:
         async with open_reward_centre(config, controller, on_progress=disturb) as manager:
@@ -269,15 +251,14 @@ def grade_with_replicas(folder: str, num_samples: int) -> dict[str, float]:
             return seconds, [scores_of(undisturbed), scores_of(disturbed)]
 
     with open_controller("ray", num_workers=NUM_REPLICAS, use_gpu=False, max_colocate_count=2) as controller:
-        (undisturbed_s, disturbed_s), scores = run_sync(grade())
-    if not done_before:
+        (undisturbed_s, disturbed_s), (one, other) = run_sync(grade())
+    if victims:
         raise RuntimeError(f"{num_samples} samples were graded before anything could be disturbed: take more")
     return {
         f"{OURS}: {REPLICAS}: s": disturbed_s,
         f"undisturbed: {REPLICAS}: s": undisturbed_s,
-        f"{OURS}: {REPLICAS}: scores missing": sum(score.value is None for score in [*scores[0], *scores[1]]),
-        f"{OURS}: {REPLICAS}: largest difference of a score": largest_difference(*scores),
-        f"{OURS}: {REPLICAS}: done before": done_before[0],
+        f"{OURS}: {REPLICAS}: scores missing": sum(score.value is None for score in [*one, *other]),
+        f"{OURS}: {REPLICAS}: largest difference of a score": largest_difference(one, other),
     }
 
 

@@ -14,14 +14,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from bench.harness import ContestantError, Options, Outcome, Peer, Row, UsageError
-from bench.router_work import PATH, Worker
+from bench.router_work import PATH, Worker, fetch
 from bench.turns import Program, free_ports, is_listened_to, unpacked
 
 OURS = "practicum"
@@ -66,9 +67,9 @@ class Setup:
     folder: Path  # for files of its own
     port: int
     workers: Sequence[int]  # their ports on the loopback interface
+    arguments: Sequence[str] = ()  # more of them, for ours
     lean: bool = False  # speed is all that counts
     response_timeout_s: float | None = None  # set where faults are measured: give up on a worker after that long
-    arguments: Sequence[str] = ()  # more of them, for ours
 
     @property
     def urls(self) -> list[str]:
@@ -76,16 +77,12 @@ class Setup:
 
 
 class Router(Program):
-    """A router, which may still be starting."""
+    """A router that has been started."""
 
     def __init__(self, name: str, setup: Setup) -> None:
         command, env = ROUTERS[name](setup)
         super().__init__(f"{name}-{setup.port}", command, setup.folder, env)  # its log needs a name of its own
         self.name, self.port = name, setup.port
-
-    def wait(self) -> None:
-        """Wait until it forwards a request and the response."""
-        self.wait_until(lambda: _responds(self.port), START_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +95,20 @@ class Stage:
     stack: ExitStack
     arguments: Sequence[str] = ()  # of our router
 
-    def open_router(
-        self, name: str, workers: Sequence[int], *, lean: bool = False, response_timeout_s: float | None = None,
-        more: Sequence[str] = (),
-    ) -> Router:  # fmt: skip
-        """Start one; the caller waits for it, so that several can start at the same time."""
-        port = free_ports(1)[0]
-        setup = Setup(self.folder, port, workers, lean, response_timeout_s, (*self.arguments, *more))
-        return self.stack.enter_context(Router(name, setup))
-
-    def open_all(self, workers: Sequence[int]) -> list[Router]:
-        """Start a lean router of each contestant in front of the same workers."""
-        routers = [self.open_router(name, workers, lean=True) for name in self.names]
+    def open_routers(self, wanted: Sequence[tuple[str, Sequence[int], Sequence[str]]], **how: Any) -> list[Router]:
+        """Start routers side by side, each a name, its workers' ports and more arguments. Return them once they forward
+        requests and responses."""
+        routers = []
+        for name, workers, more in wanted:
+            setup = Setup(self.folder, free_ports(1)[0], workers, (*self.arguments, *more), **how)
+            routers.append(self.stack.enter_context(Router(name, setup)))
         for router in routers:
-            router.wait()
+            router.wait_until(partial(_responds, router.port), START_S)
         return routers
+
+    def open_everyone(self, workers: Sequence[int]) -> list[Router]:
+        """Start a lean router of each contestant in front of the same workers."""
+        return self.open_routers([(name, workers, ()) for name in self.names], lean=True)
 
     def open_light_workers(self, count: int) -> tuple[Program, list[int]]:
         """Start workers that cost next to nothing, so that the router is the slowest: one nginx, several ports."""
@@ -122,17 +118,22 @@ class Stage:
         name = f"workers-{ports[0]}"
         command, env = nginx_command(self.folder / name, http_block)
         program = self.stack.enter_context(Program(name, command, self.folder, env))
-        program.wait_until(lambda: all(map(is_listened_to, ports)), START_S)
+        program.wait_until(partial(_listen, ports), START_S)
         return program, ports
 
     def open_workers(self, teams: Sequence[Sequence[Worker]]) -> list[Program]:
         """Start emulated workers, a process for each team, and wait for them."""
-        programs = [Program(f"workers-{team[0].port}", Worker.command(team), self.folder) for team in teams]
-        for program in programs:
-            self.stack.enter_context(program)
+        programs = [
+            self.stack.enter_context(Program(f"workers-{team[0].port}", Worker.command(team), self.folder))
+            for team in teams
+        ]
         for program, team in zip(programs, teams, strict=True):
-            program.wait_until(lambda team=team: all(is_listened_to(worker.port) for worker in team), START_S)  # type: ignore[misc]
+            program.wait_until(partial(_listen, [worker.port for worker in team]), START_S)
         return programs
+
+
+def _listen(ports: Sequence[int]) -> bool:
+    return all(map(is_listened_to, ports))
 
 
 def light_response() -> str:
@@ -151,12 +152,9 @@ def _padded(name: str, fields: Mapping[str, Any]) -> str:
 
 
 def _responds(port: int) -> bool:
-    body = json.dumps({"model": "m", "max_tokens": 1, "prompt": "0 0 ready?"})
     try:
-        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5.0)) as connection:
-            connection.request("POST", PATH, body, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            return response.status == 200 and json.loads(response.read()).get("worker") is not None
+        answer = fetch(port, PATH, json.dumps({"model": "m", "max_tokens": 1, "prompt": "0 0 ready?"}))
+        return answer.get("worker") is not None
     except (OSError, http.client.HTTPException):
         return False
     except ValueError as error:

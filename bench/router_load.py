@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import resource
 import socket
 import statistics
 import subprocess
@@ -24,6 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import psutil
 
 from bench.harness import ContestantError, Outcome, Row, beside
 from bench.router import OURS, Router, Stage, light_request
@@ -70,7 +71,7 @@ def load(stage: Stage, cases: Sequence[str]) -> Outcome:
     rows: list[Row] = []
     where: dict[str, Any] = {"load_rounds": plan.num_rounds, "load_turn_s": plan.steps_per_turn}
     workers, ports = stage.open_light_workers(NUM_WORKERS)
-    routers = stage.open_all(ports)
+    routers = stage.open_everyone(ports)
     for case in cases:
         script = write_script(stage.folder, case)
         direct = run_wrk(script, ports[0], plan.steps_per_turn)
@@ -80,9 +81,8 @@ def load(stage: Stage, cases: Sequence[str]) -> Outcome:
         rounds = take_rounds(routers, plan, lambda it, script=script: turn(it, script, workers, plan.steps_per_turn))
         rows += load_rows(case, rounds)
         where[f"{case}: cpu_share_of_others"] = round(others_share(rounds), 3)
-        where[f"{case}: p99_us"] = {
-            name: round(statistics.median(one[name].steps[0].parts["p99_us"] for one in rounds)) for name in stage.names
-        }
+        p99 = {name: statistics.median(one[name].steps[0].parts["p99_us"] for one in rounds) for name in stage.names}
+        where[f"{case}: p99_us"] = p99
     return Outcome(rows, where)
 
 
@@ -112,11 +112,15 @@ def read_wrk(text: str) -> Step:
 
 def turn(router: Router, script: Path, workers: Program, duration_s: int) -> Tally:
     """Put one router under load. A response other than 200 makes the numbers void."""
-    router_before, rest_before, watch = router.cpu_s(), workers.cpu_s() + _children_cpu_s(), Watch()
+
+    def cpu_s() -> tuple[float, float]:
+        """Return that of the router, and of the workers and programs that have ended: between two calls, wrk's."""
+        return router.cpu_s(), workers.cpu_s() + sum(psutil.Process().cpu_times()[2:4])
+
+    before, watch = cpu_s(), Watch()
     step = run_wrk(script, router.port, duration_s)
     watch.stop()
-    router_s = router.cpu_s() - router_before
-    rest_s = workers.cpu_s() + _children_cpu_s() - rest_before
+    router_s, rest_s = (now - then for now, then in zip(cpu_s(), before, strict=True))
     if step.parts["failed"] or not step.amount:
         raise router.failure(f"answered {step.amount} requests and failed {step.parts['failed']}")
     return Tally([step], router_s, watch.others_share(router_s + rest_s))
@@ -133,19 +137,13 @@ def load_rows(case: str, rounds: Sequence[Round]) -> list[Row]:
     return [*beside(case, "requests/s", *rates), *beside(case, "CPU µs per request", *costs, "lower")]
 
 
-def _children_cpu_s() -> float:
-    """CPU seconds of programs that were waited for: before and after a run of wrk, that is wrk alone."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
 # What a router adds to a round trip
 
 
 def latency(stage: Stage, cases: Sequence[str]) -> Outcome:
     batch, num_rounds = (100, 6) if stage.quick else (200, 60)
     _, ports = stage.open_light_workers(1)
-    doors = {DIRECT: ports[0], **{router.name: router.port for router in stage.open_all(ports)}}
+    doors = {DIRECT: ports[0], **{router.name: router.port for router in stage.open_everyone(ports)}}
     sockets = {}
     for name, port in doors.items():
         one = sockets[name] = stage.stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))

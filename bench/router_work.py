@@ -1,12 +1,12 @@
 """Both ends of a router: emulated workers, and a client that keeps a number of requests in flight and checks responses.
 
     client, one request on each connection ──▶ router ──▶ workers
-    POST /v1/completions {"prompt": "ID WORK ...", ...}  ──▶  {"id": "ID", "worker": "w0"} after WORK / speed seconds
+    POST /v1/completions {"prompt": "ID WORK ...", ...}  ──▶  {"id": "ID", "worker": "wPORT"} after WORK / speed seconds
 
 A request says in its text how much work it is, since some routers drop fields and headers that they do not know. A
 worker has slots, which serve in order of arrival. Its clock is exact: a job that waited begins when the one before was
 due, not when the event loop noticed, so that late timers do not add up. `POST /control/MODE` makes it healthy, fail,
-hang or slow. `python -m bench.router_work '[{"name": "w0", "port": 20001}, ...]'` plays workers; all imports here are
+hang or slow. `python -m bench.router_work '[{"port": 20001}, ...]'` plays workers; all imports here are
 light, since workers are killed and started again while a benchmark runs.
 """
 
@@ -64,7 +64,6 @@ async def read_message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    name: str
     port: int
     speed: float = 1.0
     slots: int = 4
@@ -76,11 +75,17 @@ class Worker:
         return [sys.executable, "-m", "bench.router_work", json.dumps([asdict(worker) for worker in workers])]
 
 
+def fetch(port: int, path: str, body: str | None = None) -> Any:
+    """Return what a worker or a router says at that path; with a body it is a POST."""
+    data = None if body is None else body.encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=5.0) as response:
+        return json.load(response)
+
+
 def switch(port: int, mode: str) -> None:
     """Change how the worker at that port behaves from now on: ok, 500, hang or slow."""
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/control/{mode}", method="POST", data=b"")
-    with urllib.request.urlopen(request, timeout=5.0) as response:
-        response.read()
+    fetch(port, f"/control/{mode}", "")
 
 
 def read_arrivals(data: bytes) -> list[float]:
@@ -131,7 +136,7 @@ class Emulation:
         end = max(now, self._free_at[0]) + float(job[2]) / self._worker.speed * slowdown
         heapq.heapreplace(self._free_at, end)
         await asyncio.sleep(end - now)
-        return b"200 OK", json.dumps({"id": job[1].decode(), "worker": self._worker.name}).encode()
+        return b"200 OK", json.dumps({"id": job[1].decode(), "worker": f"w{self._worker.port}"}).encode()
 
 
 async def serve(workers: Sequence[Worker]) -> None:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,7 +47,8 @@ FULL = Plan(num_steps=500, settled=50, look_every=10, checkpoint_every=100)
 QUICK = Plan(num_steps=30, settled=10, look_every=5, checkpoint_every=10)
 
 
-Usages = dict[int, dict[str, Counter[str]]]  # by step and kind of process: bytes, descriptors, threads
+HELD = RSS, DESCRIPTORS, THREADS = "rss", "descriptors", "threads"
+Usage = Counter[tuple[str, str]]  # by kind of process and what it holds
 
 
 def run(options: Options) -> Outcome:
@@ -63,8 +64,9 @@ def run(options: Options) -> Outcome:
     where: dict[str, Any] = {**asdict(plan), "answers_per_step": PROMPTS * ANSWERS, "seconds": round(seconds, 1)}
     where["steps_computed_anew"] = steps
     where["rss_mib"] = {
-        kind: {step: round(usage[kind]["rss"] / 2**20, 1) for step, usage in usages.items() if kind in usage}
-        for kind in usages[plan.num_steps]
+        kind: {step: round(usage[kind, RSS] / 2**20, 1) for step, usage in usages.items() if usage[kind, RSS]}
+        for kind, what in usages[plan.num_steps]
+        if what == RSS
     }
     numbers = [Row(NUMBERS, f"{name}: largest difference", drift, better="lower") for name, drift in drifts.items()]
     return Outcome([*memory_rows(usages, plan), *numbers], {"soak": where})
@@ -106,15 +108,15 @@ def config_of(folder: Path, plan: Plan, backend: str = "ray") -> Any:
     return Config.from_tree(tree, source="bench soak")
 
 
-def soak(folder: Path, plan: Plan, backend: str = "ray") -> Usages:
+def soak(folder: Path, plan: Plan, backend: str = "ray") -> dict[int, Usage]:
     from practicum import Trainer
 
-    usages: Usages = {}
+    usages: dict[int, Usage] = {}
     for report in Trainer(config_of(folder, plan, backend)).steps():
         if report.number % plan.look_every == 0:
             usages[report.number] = usage = usage_of_all()
             if report.number % (10 * plan.look_every) == 0:
-                rss = ", ".join(f"{kind} {own['rss'] / 2**20:.1f}" for kind, own in usage.items())
+                rss = ", ".join(f"{kind} {held / 2**20:.1f}" for (kind, what), held in usage.items() if what == RSS)
                 where = f"soak: step {report.number}, reward {report.reward:.3f}, MiB: {rss}"
                 print(where, file=sys.stderr, flush=True)
     return usages
@@ -123,14 +125,15 @@ def soak(folder: Path, plan: Plan, backend: str = "ray") -> Usages:
 # Memory
 
 
-def usage_of_all() -> dict[str, Counter[str]]:
+def usage_of_all() -> Usage:
     """Return what this process, the driver, holds, and what those below it do, added up by kind."""
+    found: Usage = Counter()
     driver = psutil.Process()
-    found = {DRIVER: usage_of(driver)}
-    for child in driver.children(recursive=True):
-        with suppress(psutil.Error):  # it has ended meanwhile
-            kind, usage = kind_of(child.cmdline()), usage_of(child)
-            found[kind] = found.get(kind, Counter()) + usage
+    for process in [driver, *driver.children(recursive=True)]:
+        with suppress(psutil.Error), process.oneshot():  # one that has ended meanwhile does not count
+            kind = DRIVER if process == driver else kind_of(process.cmdline())
+            held = process.memory_info().rss, process.num_fds(), process.num_threads()
+            found.update({(kind, what): number for what, number in zip(HELD, held, strict=True)})
     return found
 
 
@@ -142,20 +145,15 @@ def kind_of(command: list[str]) -> str:
     return RAY if is_ray else HELPERS
 
 
-def usage_of(process: psutil.Process) -> Counter[str]:
-    with process.oneshot():
-        return Counter(rss=process.memory_info().rss, descriptors=process.num_fds(), threads=process.num_threads())
-
-
-def memory_rows(usages: Usages, plan: Plan) -> list[Row]:
+def memory_rows(usages: Mapping[int, Usage], plan: Plan) -> list[Row]:
     """Return the growth of each kind that was there from the settled step to the last."""
     first, last = usages[plan.settled], usages[plan.num_steps]
+    more = {key: last[key] - first[key] for key in last if key in first}
     rows = []
-    for kind in [kind for kind in last if kind in first]:
-        more = {name: last[kind][name] - first[kind][name] for name in ("rss", "descriptors", "threads")}
-        rows.append(Row(MEMORY, f"{kind}: RSS growth, MiB", more["rss"] / 2**20, better="lower"))
+    for kind in dict.fromkeys(kind for kind, _ in more):
+        rows.append(Row(MEMORY, f"{kind}: RSS growth, MiB", more[kind, RSS] / 2**20, better="lower"))
         if kind != RAY:  # which opens and closes as it likes
-            most = max(more["descriptors"], more["threads"])
+            most = max(more[kind, DESCRIPTORS], more[kind, THREADS])
             rows.append(Row(MEMORY, f"{kind}: more descriptors or threads", most, better="lower"))
     return rows
 

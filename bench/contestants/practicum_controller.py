@@ -5,58 +5,24 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import ray
 
 from bench.contestant import Line
-from bench.controller_work import BARE, ITEMS, ROWS, Job, items, rows, start_ray, take_steps
+from bench.controller_work import BARE, ITEMS, ROWS, Batches, Job, Team, items, rows, start_ray, take_steps
 from bench.sides import OURS
 from practicum.controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, WorkerGroup
 from practicum.controller.workers import WorkerSet, WorkerSetPlan
 
-Item = tuple[int, ...]
-
-
-class Echo(Worker):
-    def noop(self) -> None:
-        pass
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def echo_items(self, shard: Sequence[Item]) -> Sequence[Item]:
-        return shard
-
-    def echo_rows(self, shard: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        return shard
-
-
-class OurTeam:
-    def __init__(self, num_workers: int) -> None:
-        self._pool = RayResourcePool([num_workers])
-        self._group = RayWorkerGroup(self._pool, RayClassWithInitArgs(Echo), name="echo")
-
-    def noop(self) -> Any:
-        return self._group.execute_all(Echo.noop)
-
-    def batches(self) -> Iterator[tuple[str, str, Callable[[], Any]]]:
-        yield ITEMS, "", lambda: self._group.scatter(Echo.echo_items, items())
-        yield ROWS, "", lambda: self._group.scatter(Echo.echo_rows, rows())
-
-    def pids(self) -> Sequence[int]:
-        return self._group.execute_all(Echo.pid)
-
-    def stop(self) -> None:
-        self._group.shutdown()
-        self._pool.release()
-
 
 class BareEcho:
+    """A worker as Ray has it."""
+
     def noop(self) -> None:
         pass
 
@@ -67,29 +33,49 @@ class BareEcho:
         return shard
 
 
-class BareTeam:
-    def __init__(self, num_workers: int) -> None:
-        actor: Any = ray.remote(BareEcho)
-        self._actors = [actor.remote() for _ in range(num_workers)]
+class Echo(BareEcho, Worker):
+    pass
 
-    def noop(self) -> Any:
-        return ray.get([actor.noop.remote() for actor in self._actors])
 
-    def batches(self) -> Iterator[tuple[str, str, Callable[[], Any]]]:
-        num, size = len(self._actors), len(items()) // len(self._actors)
-        slices = [slice(i * size, (i + 1) * size) for i in range(num)]
-        yield ITEMS, "", lambda: [item for reply in self._echo([items()[it] for it in slices]) for item in reply]
-        yield ROWS, "", lambda: np.concatenate(self._echo(np.array_split(rows(), num)))
+def our_team(num_workers: int) -> Team:
+    pool = RayResourcePool([num_workers])
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Echo), name="echo")
 
-    def pids(self) -> Sequence[int]:
-        return list(ray.get([actor.pid.remote() for actor in self._actors]))
+    def batches() -> Batches:
+        yield ITEMS, "", lambda: group.scatter(Echo.echo, items())
+        yield ROWS, "", lambda: group.scatter(Echo.echo, rows())
 
-    def stop(self) -> None:
-        for actor in self._actors:
+    def stop() -> None:
+        group.shutdown()
+        pool.release()
+
+    return Team(lambda: group.execute_all(Echo.noop), batches, lambda: group.execute_all(Echo.pid), stop)
+
+
+def bare_team(num_workers: int) -> Team:
+    actor: Any = ray.remote(BareEcho)
+    actors = [actor.remote() for _ in range(num_workers)]
+    size = len(items()) // num_workers
+
+    def echo(shards: Sequence[Any]) -> Any:
+        return ray.get([actor.echo.remote(shard) for actor, shard in zip(actors, shards, strict=True)])
+
+    def echo_items() -> list[Any]:
+        shards = [items()[i * size : (i + 1) * size] for i in range(num_workers)]
+        return [item for reply in echo(shards) for item in reply]
+
+    def batches() -> Batches:
+        yield ITEMS, "", echo_items
+        yield ROWS, "", lambda: np.concatenate(echo(np.array_split(rows(), num_workers)))
+
+    def stop() -> None:
+        for actor in actors:
             ray.kill(actor)
 
-    def _echo(self, shards: Sequence[Any]) -> Any:
-        return ray.get([actor.echo.remote(shard) for actor, shard in zip(self._actors, shards, strict=True)])
+    def ask(method: str) -> Any:
+        return ray.get([getattr(actor, method).remote() for actor in actors])
+
+    return Team(partial(ask, "noop"), batches, partial(ask, "pid"), stop)
 
 
 class FakeHost:
@@ -131,4 +117,4 @@ if __name__ == "__main__":
     line = Line()
     start_ray()
     job, packages = Job(**json.loads(sys.argv[1])), ["practicum", "ray", "numpy"]
-    take_steps(line, job, packages, {OURS: OurTeam, BARE: BareTeam}, pretend=noop_on_fakes)
+    take_steps(line, job, packages, {OURS: our_team, BARE: bare_team}, pretend=noop_on_fakes)

@@ -218,17 +218,16 @@ def test_the_time_allowed_holds_even_if_one_worker_gets_all_that_hang() -> None:
     assert reward_ours.allowed_s(num_hanging=20, rest_s=0.5) == 20 * 2.0 / 4 + 2.0 + 0.5
 
 
-def test_a_process_with_our_mark_is_seen_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_ours, "GONE_WITHIN_S", 0.2)
+def test_a_process_with_our_mark_is_seen_and_others_are_not() -> None:
     command = [sys.executable, "-c", "print(flush=True); input()"]
     env = {**os.environ, reward_ours.MARK: "test-mark"}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert reward_ours.num_left("test-mark") == 1
-        assert reward_ours.num_left("another mark") == 0
+        assert reward_ours.num_marked("test-mark") == 1
+        assert reward_ours.num_marked("another mark") == 0
         process.communicate(b"\n")
-    assert reward_ours.num_left("test-mark") == 0
+    assert reward_ours.num_marked("test-mark") == 0
 
 
 def test_scores_are_compared_where_both_runs_have_one() -> None:

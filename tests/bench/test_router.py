@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks a
 from bench import router, router_faults, router_load
 from bench.harness import ContestantError, Options, UsageError
 from bench.router import KILOBYTE, OURS, ROUTERS, Setup, light_request, light_response
-from bench.router_faults import AVOIDED, BACK, FAILED, HINT, NO_HINT, SPEEDS, Ledger, avoided_after, back_after
+from bench.router_faults import AVOIDED, BACK, FAILED, HINT, NO_HINT, SPEEDS, avoided_after, back_after
 from bench.router_load import read_response, read_wrk
 from bench.router_work import (
     JOB,
@@ -36,17 +36,6 @@ Requests/sec:  43018.21
 
 RESULT {"requests": 43018, "duration_us": 2000000, "p50_us": 1400, "p99_us": 3042, "failed": 2}
 """
-
-
-class Weighed:
-    """A router whose memory grows by a byte with every look."""
-
-    def __init__(self) -> None:
-        self.bytes = 99
-
-    def rss(self) -> int:
-        self.bytes += 1
-        return self.bytes
 
 
 def test_wrk_is_read_by_its_last_line() -> None:
@@ -183,7 +172,7 @@ def test_arrivals_outlive_a_worker_that_was_killed_in_mid_write(tmp_path: Path) 
 
 def test_a_worker_that_hung_loses_what_it_held_when_it_recovers() -> None:
     async def hang() -> tuple[object, object, object]:
-        emulation = Emulation(Worker("w0", 0))
+        emulation = Emulation(Worker(0))
         job = b'{"prompt": "7 0.0 please"}'
         await emulation.respond(b"post /control/hang http/1.1", b"")
         held = asyncio.create_task(emulation.respond(b"post / http/1.1", job))
@@ -215,7 +204,7 @@ def test_a_message_is_read_to_its_end_however_it_is_framed(framed: bytes) -> Non
 
 def test_the_client_sends_every_request_once_and_checks_each_response() -> None:
     async def ask() -> tuple[list[Result], int]:
-        server = await asyncio.start_server(Emulation(Worker("w0", 0)).serve, "127.0.0.1", 0)
+        server = await asyncio.start_server(Emulation(Worker(0)).serve, "127.0.0.1", 0)
         results: list[Result] = []
         port = server.sockets[0].getsockname()[1]
         num_unasked = await send_all(port, (request_of(n, 0.001) for n in range(9)), 3, results.append)
@@ -225,17 +214,6 @@ def test_the_client_sends_every_request_once_and_checks_each_response() -> None:
     results, num_unasked = asyncio.run(ask())
     assert sorted(result.id for result in results) == list(range(9)) and num_unasked == 0
     assert {(result.worker, result.failure) for result in results} == {("w0", None)}
-
-
-def test_the_ledger_counts_each_request_once() -> None:
-    ledger = Ledger(Weighed(), 10)  # type: ignore[arg-type]
-    for number in [*range(9), 3]:
-        failure = "status 500" if number == 5 else None
-        ledger.note(Result(number, 0.0, 1.0, None if failure else "w0", failure))
-    failed, twice, growth = ledger.rows(num_unasked=3)
-    assert (twice.ours, failed.ours, ledger.failures) == (1 + 3, 2, {"status 500": 1})
-    assert list(ledger.rss) == [0.1, 0.5, 1.0]
-    assert growth.ours == pytest.approx(2.0)
 
 
 def test_ports_are_free_and_never_given_out_twice() -> None:

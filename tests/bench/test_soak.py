@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks a
 
 from bench import soak
 from bench.harness import Options, UsageError
-from bench.soak import DRIVER, HELPERS, LOG_PROBS, RAY, VALIDATION, WORKERS, Plan
+from bench.soak import DRIVER, HELD, HELPERS, LOG_PROBS, RAY, VALIDATION, WORKERS, Plan
 
 PLAN = Plan(num_steps=4, settled=2, look_every=2, checkpoint_every=2)
 MIB = 2**20
@@ -24,18 +24,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("soak")
     soak.prepare(made)
     usages = soak.soak(made, PLAN, backend="local")
-    assert list(usages) == [2, 4] and all(usage[DRIVER]["rss"] > MIB for usage in usages.values())
+    assert list(usages) == [2, 4] and all(usage[DRIVER, "rss"] > MIB for usage in usages.values())
     return made
 
 
-def usage(rss: int, descriptors: int, threads: int) -> Counter[str]:
-    return Counter(rss=rss, descriptors=descriptors, threads=threads)
+def usage(**kinds: tuple[int, int, int]) -> soak.Usage:
+    return Counter({(kind, what): held for kind, own in kinds.items() for what, held in zip(HELD, own, strict=True)})
 
 
 def test_growth_is_that_since_the_run_has_settled() -> None:
     usages = {
-        2: {DRIVER: usage(100 * MIB, 10, 5), RAY: usage(50 * MIB, 7, 7)},
-        4: {DRIVER: usage(103 * MIB, 10, 7), RAY: usage(51 * MIB, 90, 7), WORKERS: usage(MIB, 1, 1)},
+        2: usage(driver=(100 * MIB, 10, 5), Ray=(50 * MIB, 7, 7)),
+        4: usage(driver=(103 * MIB, 10, 7), Ray=(51 * MIB, 90, 7), workers=(MIB, 1, 1)),
     }
     assert [(row.metric, row.ours) for row in soak.memory_rows(usages, PLAN)] == [
         ("driver: RSS growth, MiB", 3.0),

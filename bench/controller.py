@@ -1,8 +1,7 @@
 """`controller`: our worker groups against bare Ray actors and against verl's RayWorkerGroup.
 
-What a call, a batch and a start cost beyond what Ray itself takes for them, and how a call's cost grows with the number
-of workers. Ours and bare actors share a process and a Ray, verl has its own. A contestant's step is one round of all of
-it (controller_work.py).
+Ours and bare actors share a process and a Ray, verl has its own. A contestant's step is one round of all that
+controller_work.py times.
 """
 
 from __future__ import annotations

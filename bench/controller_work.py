@@ -6,9 +6,8 @@
                                      another team of 2: start, first no-op  timed as `start`
                                      its end, until its processes are gone
 
-Sides that can share a process and a Ray do, and take turns call by call: the same code is up to a tenth faster in one
-process than in another, for as long as they live. Calls are timed on teams that have long been up, as in training;
-starts on fresh processes only. All sides import this in environments of their own; it needs NumPy, psutil and Ray.
+Sides that can share a process do: the same code is up to a tenth faster in one process than in another, for as long as
+they live. All sides import this in environments of their own; it needs NumPy, psutil and Ray.
 """
 
 from __future__ import annotations
@@ -160,41 +159,37 @@ def timed(part: str, calls: Mapping[str, Callable[[], Any]], count: int) -> dict
 def time_start(start: Start) -> tuple[float, float]:
     """Return the seconds from nothing to the first answered call of two workers, and the CPU seconds of all processes
     that were not there before. Those are read while they live: Ray's raylet lets the kernel forget what they used."""
-    before = {process.pid for process in descendants()}
-    cpu_s: dict[int, float] = {}
-
-    def note_cpu_s() -> None:
-        for process in descendants():
-            if process.pid not in before:
-                with suppress(psutil.NoSuchProcess):
-                    cpu_s[process.pid] = sum(process.cpu_times()[:2])
-
+    before = cpu_s_by_pid()
     began = time.perf_counter()
     team = start(NUM_WORKERS)
-    note_cpu_s()  # takes 2 ms, and processes that only helped to start are soon gone
+    used = cpu_s_by_pid()  # takes 2 ms, and processes that only helped to start are soon gone
     team.noop()
     seconds = time.perf_counter() - began
     pids = set(team.pids())
-    if old := pids & before:
+    if old := pids & before.keys():
         raise RuntimeError(f"processes {sorted(old)} were running before the start-up that was to start them")
-    note_cpu_s()
+    used |= cpu_s_by_pid()
     team.stop()
     # Those that only helped to start the others, which Ray keeps without work, are to be gone as well.
     deadline = time.monotonic() + GONE_WITHIN_S
-    while leftovers := [one.pid for one in descendants() if one.pid in pids or command_of(one) == "ray::IDLE"]:
+    while left := [p.pid for p in psutil.Process().children(recursive=True) if p.pid in pids or is_kept_by_ray(p)]:
         if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"processes {leftovers} were still there {GONE_WITHIN_S:g} s after the end of their team"
-            )
+            raise RuntimeError(f"processes {left} were still there {GONE_WITHIN_S:g} s after the end of their team")
         time.sleep(0.05)
-    return seconds, sum(cpu_s.values())
+    return seconds, sum(cpu_s for pid, cpu_s in used.items() if pid not in before)
 
 
-def descendants() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+def cpu_s_by_pid() -> dict[int, float]:
+    """Return those of this process and all below it, Ray's included; children that ended count with parents."""
+    found: dict[int, float] = {}
+    own = psutil.Process()
+    for process in [own, *own.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            found[process.pid] = sum(process.cpu_times()[:4])
+    return found
 
 
-def command_of(process: psutil.Process) -> str:
+def is_kept_by_ray(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
-        return next(iter(process.cmdline()), "")
-    return ""
+        return process.cmdline()[:1] == ["ray::IDLE"]
+    return False

@@ -1,10 +1,8 @@
 """`reward`: our reward centre against verl's reward loop, against the bare grader, and against what can go wrong.
 
-    contest    rule, math-verify, async and sync functions   ours, verl, the bare math grader   in turns, many steps
-    hostile    answers that hang, raise, exit, crash, grow   ours; verl with those that raise   one step
-    replicas   one killed and one hung in mid-batch          ours                               one step
-
-The work is in reward_work.py, the functions that both sides call in reward_functions.py; ours is reward_ours.py.
+contest    rule, math-verify, async and sync functions   ours, verl, the bare math grader   in turns, many steps
+hostile    answers that hang, raise, exit, crash, grow   ours; verl with those that raise   one step
+replicas   one killed and one hung in mid-batch          ours                               one step
 """
 
 from __future__ import annotations

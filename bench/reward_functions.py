@@ -1,7 +1,7 @@
 """The reward functions of the `reward` benchmark: both sides load this file and call the same ones.
 
-Their signature is verl's, which ours takes too. verl gets one function for all cases, which goes by the data source as
-verl's own default does; ours is given each by its name. Standard library only, and math-verify where it is asked for.
+Their signature is verl's, which ours takes too. verl gets one function for all cases, which goes by the data source;
+ours is given each by its name. Standard library only, and math-verify where it is asked for.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Reward model and policy taking turns on one GPU: how much memory is free while the reward model sleeps, and how long
-it takes to wake. Needs a CUDA device: `python -m bench.reward_gpu --out FOLDER`.
+"""`python -m bench.reward_gpu`: a reward model and a policy that take turns on one CUDA device.
 
-    the replica by itself    memory asleep and awake, by PyTorch and by the device; sleeping and waking against one copy
-                             of the same bytes from pinned memory
-    in a training run        a policy that learns from the reward model's scores; the device's memory in each phase
+the replica by itself    memory asleep and awake; sleeping and waking against one copy of the same bytes
+in a training run        a policy that learns from the reward model's scores; the device's memory in each phase
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,17 +98,16 @@ def waking_against_a_copy(folder: Path) -> dict[str, float]:
 
 
 def training_run(folder: Path) -> dict[str, Any]:
+    """Return what the device held at the beginning, at most and at the end of each phase of each step."""
     train, _ = all_problems(0, 100)
     write_problems(folder / "train.jsonl", train[:256])
-    config = Config.from_tree(
-        {
-            "model": {"path": str(folder / "policy"), "dtype": "bfloat16"},
-            "data": {"train": str(folder / "train.jsonl"), "prompts_per_step": 32, "max_prompt_tokens": 32},
-            "rollout": {"answers_per_prompt": 8, "max_new_tokens": 32},
-            "reward": {"grader": "classifier", "model": {"path": str(folder / "judge"), "dtype": "bfloat16"}},
-            "trainer": {"steps": 4, "run_dir": str(folder / "run"), "checkpoint_every": 0, "device": "cuda"},
-        }
-    )
+    tree = {
+        "model": {"path": str(folder / "policy"), "dtype": "bfloat16"},
+        "data": {"train": str(folder / "train.jsonl"), "prompts_per_step": 32, "max_prompt_tokens": 32},
+        "rollout": {"answers_per_prompt": 8, "max_new_tokens": 32},
+        "reward": {"grader": "classifier", "model": {"path": str(folder / "judge"), "dtype": "bfloat16"}},
+        "trainer": {"steps": 4, "run_dir": str(folder / "run"), "checkpoint_every": 0, "device": "cuda"},
+    }
     seen: list[tuple[float, float]] = []
     stop = threading.Event()
 
@@ -120,24 +116,18 @@ def training_run(folder: Path) -> dict[str, Any]:
             seen.append((time.perf_counter(), used_mib()))
 
     threading.Thread(target=watch, daemon=True).start()
-    steps = [_most_by_phase(step.metrics, time.perf_counter(), seen) for step in Trainer(config).steps()]
+    steps: list[dict[str, dict[str, float]]] = []
+    for step in Trainer(Config.from_tree(tree)).steps():
+        steps.append({})
+        start = time.perf_counter() - step.metrics["time/step_s"]
+        for phase in ("rollout", "reward", "update"):
+            seconds = step.metrics[f"time/{phase}_s"]
+            held = [used for at, used in seen if start <= at <= start + seconds]
+            if held:
+                steps[-1][phase] = {"seconds": seconds, "first": held[0], "most": max(held), "last": held[-1]}
+            start += seconds
     stop.set()
     return {"device_mib_by_phase": steps}
-
-
-def _most_by_phase(
-    metrics: Mapping[str, float], end: float, seen: Sequence[tuple[float, float]]
-) -> dict[str, dict[str, float]]:
-    """Return what the device held at the beginning, at most and at the end of each phase of a step."""
-    phases: dict[str, dict[str, float]] = {}
-    start = end - metrics["time/step_s"]
-    for phase in ("rollout", "reward", "update"):
-        seconds = metrics[f"time/{phase}_s"]
-        within = [used for at, used in seen if start <= at <= start + seconds]
-        if within:
-            phases[phase] = {"seconds": seconds, "first": within[0], "most": max(within), "last": within[-1]}
-        start += seconds
-    return phases
 
 
 def main() -> None:

@@ -4,9 +4,8 @@
                                              graded a few times                   `SIDE: CASE: METRIC`
                                              each score compared with the one that the answer deserves
 
-Samples are the same for all sides that ask with the same seed, and new in every step: SymPy remembers much of what it
-was asked, and the same answers would cost less and less. All sides import this in environments of their own; it needs
-psutil.
+Samples are new in every step: SymPy remembers much of what it was asked, and the same answers would cost less and less.
+All sides import this in environments of their own.
 """
 
 from __future__ import annotations
@@ -17,14 +16,11 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import psutil
-
 from bench.contestant import Line, step
-from bench.controller_work import RAY_SETTINGS
+from bench.controller_work import RAY_SETTINGS, cpu_s_by_pid
 from bench.reward_functions import ASYNC, AT_A_TIME, MATH, MISDEEDS, RAISE, RULE, SLEEP_S, SYNC
 
 NUM_WORKERS = 2
@@ -184,12 +180,13 @@ def timed(case: str, items: Sequence[Item], batch: Batch, num_calls: int) -> dic
     """Return what calls cost, by the median seconds and the mean CPU seconds. A wrong score is an error."""
     grade, read = batch
     times = []
-    cpu_before = cpu_s()
+    cpu_before = sum(cpu_s_by_pid().values())
     for _ in range(num_calls):
         began = time.perf_counter()
         graded = grade()
         times.append(time.perf_counter() - began)
-    used_s, seconds, num = (cpu_s() - cpu_before) / num_calls, statistics.median(times), len(items)
+    used_s = (sum(cpu_s_by_pid().values()) - cpu_before) / num_calls
+    seconds, num = statistics.median(times), len(items)
     wrong = [item for item, value in zip(items, read(graded), strict=True) if value != item.value]
     if wrong:
         raise RuntimeError(f"{len(wrong)} of {num} scores are wrong; the first is that of {wrong[0]}")
@@ -209,13 +206,3 @@ def num_lost(items: Sequence[Item], batch: Batch) -> int:
         print(f"grading a batch with answers that raise failed: {type(error).__name__}")
         return len(items)
     return sum(value != item.value for item, value in zip(items, values, strict=True))
-
-
-def cpu_s() -> float:
-    """Return those of this process and all below it, Ray's included; children that ended count with parents."""
-    total = 0.0
-    own = psutil.Process()
-    for process in [own, *own.children(recursive=True)]:
-        with suppress(psutil.NoSuchProcess):
-            total += sum(process.cpu_times()[:4])
-    return total

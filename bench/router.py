@@ -1,9 +1,8 @@
 """`router`: our reward router against verl's naive one, the Rust routers of SGLang and vLLM, nginx and haproxy.
 
-Here is what every case needs: how each router is started, workers and routers that are up. The cases are in
-router_load.py (throughput, latency, choosing a worker) and router_faults.py (makespan, faults, soak), the emulated
-workers and the client in router_work.py. All contestants get the same workers. Where speed is measured, a peer runs as
-lean as it can; where faults are, it gets the retries, health checks and time limits that it has.
+Here is how each router is started: as lean as it can be where speed is measured, with the retries, health checks and
+time limits that it has where faults are. The cases are in router_load.py and router_faults.py, the emulated workers and
+the client in router_work.py.
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.harness import ContestantError, Options, Outcome, Peer, Row, UsageError
-from bench.router_work import PATH, Worker, fetch
+from bench.harness import ContestantError, Options, Outcome, Peer, Row
+from bench.router_work import ABOUT, PATH, Worker, fetch
 from bench.turns import Program, free_ports, is_listened_to, unpacked
 
 OURS = "practicum"
-OUR_PROGRAM = Path(sys.executable).with_name("practicum")
 START_S = 60.0
 KILOBYTE = 1024  # a request to grade a long answer, or a short one's prompt, is about that long
 NGINX_RETRIES = "error timeout http_500 http_502 http_503 http_504 non_idempotent"
@@ -114,7 +112,7 @@ class Stage:
         """Start workers that cost next to nothing, so that the router is the slowest: one nginx, several ports."""
         ports = free_ports(count)
         listens = "".join(f"listen 127.0.0.1:{port};" for port in ports)
-        http_block = f"server {{ {listens} location / {{ return 200 '{light_response()}'; }} }}"
+        http_block = f"server {{ {listens} location / {{ return 200 '{LIGHT_RESPONSE}'; }} }}"
         name = f"workers-{ports[0]}"
         command, env = nginx_command(self.folder / name, http_block)
         program = self.stack.enter_context(Program(name, command, self.folder, env))
@@ -136,19 +134,14 @@ def _listen(ports: Sequence[int]) -> bool:
     return all(map(is_listened_to, ports))
 
 
-def light_response() -> str:
-    """Return a kilobyte that also satisfies peers that ask a worker about itself."""
-    about = {"id": "0", "worker": "light", "status": "ok", "model_path": "m", "object": "list", "data": []}
-    return _padded("text", about)
+def padded(name: str, fields: Mapping[str, Any]) -> str:
+    """Return a JSON object of a kilobyte, filled up with a field of this name."""
+    return json.dumps({**fields, name: "x" * (KILOBYTE - len(json.dumps({**fields, name: ""})))})
 
 
-def light_request() -> str:
-    return _padded("prompt", {"model": "m", "max_tokens": 1})
-
-
-def _padded(name: str, fields: Mapping[str, Any]) -> str:
-    rest = len(json.dumps({**fields, name: ""}))
-    return json.dumps({**fields, name: "x" * (KILOBYTE - rest)})
+LIGHT_REQUEST = padded("prompt", {"model": "m", "max_tokens": 1})
+# It also satisfies peers that ask a worker about itself.
+LIGHT_RESPONSE = padded("text", {"id": "0", "worker": "light", **json.loads(ABOUT)})
 
 
 def _responds(port: int) -> bool:
@@ -167,12 +160,10 @@ Launch = tuple[Sequence[str], Mapping[str, str]]
 
 
 def ours(setup: Setup) -> Launch:
-    if not OUR_PROGRAM.exists():
-        raise UsageError(f"{OUR_PROGRAM} is missing: run the benchmark with the project's own interpreter.")
     workers = [part for url in setup.urls for part in ("--worker", url)]
     timeout = [] if setup.response_timeout_s is None else ["--response-timeout", str(setup.response_timeout_s)]
     place = ["--host", "127.0.0.1", "--port", str(setup.port)]
-    return [str(OUR_PROGRAM), "router", *workers, *place, *timeout, *setup.arguments], {}
+    return [sys.executable, "-m", "practicum", "router", *workers, *place, *timeout, *setup.arguments], {}
 
 
 def naive(setup: Setup) -> Launch:
@@ -180,18 +171,14 @@ def naive(setup: Setup) -> Launch:
     return [Peer("verl").python, "-m", "bench.peers.verl_router", str(setup.port), *setup.urls], {}
 
 
-def rust_router(name: str, log_level: str) -> Callable[[Setup], Launch]:
+def rust_router(name: str, log_level: str, setup: Setup) -> Launch:
     """Two cousins. Their default policy looks at the text, which costs: where speed counts they use round robin."""
-
-    def launch(setup: Setup) -> Launch:
-        place = ["--host", "127.0.0.1", "--port", str(setup.port), "--prometheus-port", str(free_ports(1)[0])]
-        policy = ["--policy", "round_robin"] if setup.lean else []
-        timeout_s = setup.response_timeout_s
-        timeout = [] if timeout_s is None else ["--request-timeout-secs", str(max(1, round(timeout_s)))]
-        urls = ["--worker-urls", *setup.urls, "--log-level", log_level]
-        return [Peer(name).python, "-m", f"{name}.launch_router", *place, *policy, *timeout, *urls], {}
-
-    return launch
+    place = ["--host", "127.0.0.1", "--port", str(setup.port), "--prometheus-port", str(free_ports(1)[0])]
+    policy = ["--policy", "round_robin"] if setup.lean else []
+    timeout_s = setup.response_timeout_s
+    timeout = [] if timeout_s is None else ["--request-timeout-secs", str(max(1, round(timeout_s)))]
+    urls = ["--worker-urls", *setup.urls, "--log-level", log_level]
+    return [Peer(name).python, "-m", f"{name}.launch_router", *place, *policy, *timeout, *urls], {}
 
 
 def nginx(setup: Setup) -> Launch:
@@ -227,12 +214,12 @@ def nginx_command(folder: Path, http: str) -> Launch:
 
 def haproxy(setup: Setup) -> Launch:
     program, env = unpacked("haproxy", "usr/sbin/haproxy")
-    checked = "" if setup.lean else " check"
-    servers = "\n".join(f"  server w{i} 127.0.0.1:{port}{checked}" for i, port in enumerate(setup.workers))
     timeout_s = 60.0 if setup.response_timeout_s is None else setup.response_timeout_s
-    checks = "" if setup.lean else "  option httpchk GET /health"
-    retries = "" if setup.response_timeout_s is None else "  option redispatch 1\n  retry-on all-retryable-errors"
-    path = setup.folder / f"haproxy-{setup.port}.conf"
+    lines = [] if setup.lean else ["option httpchk GET /health"]
+    lines += [] if setup.response_timeout_s is None else ["option redispatch 1", "retry-on all-retryable-errors"]
+    check = "" if setup.lean else " check"
+    lines += [f"server w{i} 127.0.0.1:{port}{check}" for i, port in enumerate(setup.workers)]
+    backend, path = "\n  ".join(lines), setup.folder / f"haproxy-{setup.port}.conf"
     path.write_text(f"""
 global
   nbthread 1
@@ -248,9 +235,7 @@ frontend front
 backend workers
   balance leastconn
   http-reuse always
-{checks}
-{retries}
-{servers}
+  {backend}
 """)
     return [program, "-db", "-f", str(path)], env
 
@@ -258,8 +243,8 @@ backend workers
 ROUTERS: dict[str, Callable[[Setup], Launch]] = {
     OURS: ours,
     "naive": naive,
-    "sglang_router": rust_router("sglang_router", "warn"),
-    "vllm_router": rust_router("vllm_router", "warning"),
+    "sglang_router": partial(rust_router, "sglang_router", "warn"),
+    "vllm_router": partial(rust_router, "vllm_router", "warning"),
     "nginx": nginx,
     "haproxy": haproxy,
 }

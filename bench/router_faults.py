@@ -5,11 +5,8 @@
               2 s as usual │ 4 s of fault at the last worker │ 5 s after it has recovered
     soak      ours alone: client, 64 in flight ──▶ router ──▶ 6 emulated workers, 1 ms a job; every second one fails
 
-Makespans are relative to total work / total speed, which is the least possible. With the cost hint the client tells the
-router how much work each job is, in a header that only ours reads; the peers are therefore measured once for all cases.
-For every kind of fault contestants start afresh, with workers of their own. Each worker notes when it gets a request;
-the kernel counts attempts to reach a worker that is gone. In the soak every request must be answered once, with its own
-response; at the end nothing may be left in flight, and the router may hold no more memory than at the beginning.
+Only ours reads the cost hint, a header; the peers are therefore measured once for all makespans. Each worker notes when
+it gets a request; the kernel counts attempts to reach a worker that is gone.
 """
 
 from __future__ import annotations
@@ -21,15 +18,18 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import uvloop
+
 from bench.harness import Outcome, Row, beside
 from bench.router import OURS, Router, Stage
-from bench.router_work import Result, Worker, fetch, read_arrivals, request_of, run_fast, send_all, switch
+from bench.router_work import Result, Worker, fetch, request_of, send_all
 from bench.turns import Program, free_ports, is_listened_to
 
 # Makespan
@@ -85,7 +85,7 @@ def makespan_s(router: Router, works: Sequence[float], hint: bool) -> float:
     """Return the seconds from the first request to the last response. Every job must be answered."""
     results: list[Result] = []
     requests = [request_of(number, work, work if hint else None) for number, work in enumerate(works)]
-    num_unasked = run_fast(send_all(router.port, requests, IN_FLIGHT, results.append))
+    num_unasked = uvloop.run(send_all(router.port, requests, IN_FLIGHT, results.append))
     failures = [result.failure for result in results if result.failure]
     if failures or num_unasked:
         raise router.failure(f"failed {len(failures)} jobs of {len(works)} ({failures[:1]})")
@@ -137,7 +137,7 @@ def faults(stage: Stage, cases: Sequence[str]) -> Outcome:
     failures: dict[str, dict[str, int]] = {}
     for kind, name in itertools.product(kinds, names):
         with ExitStack() as stack:
-            counts, failed = run_fast(play(replace(stage, stack=stack), kind, name, phases))
+            counts, failed = uvloop.run(play(replace(stage, stack=stack), kind, name, phases))
         found[kind, name] = counts
         failures |= {f"{kind}, {name}": failed} if failed else {}
         counted = ", ".join(f"{what} {value:.4g}" for what, value in counts.items())
@@ -178,7 +178,7 @@ async def play(stage: Stage, kind: str, name: str, phases: Phases) -> tuple[Coun
         end_s = recovered_s + phases.after_s
         num_unasked = await running
         counting.cancel()
-    sent = [read_arrivals(path.read_bytes()) for path in arrivals]
+    sent = [np.fromfile(path).tolist() for path in arrivals]
     usual_start = fault_s - min(1.5, (fault_s - results[0].sent_s) / 2)
     usual = sum(usual_start <= one < fault_s for times in sent for one in times)
     fair = usual / (fault_s - usual_start) * WINDOW_S / NUM_WORKERS
@@ -199,9 +199,9 @@ async def break_for(kind: str, port: int, program: Program, seconds: float) -> N
     """Let a worker fail in one way for that long; it works again when this returns."""
     end = time.monotonic() + seconds
     if kind in MODES:
-        await asyncio.to_thread(switch, port, MODES[kind])
+        await asyncio.to_thread(fetch, port, f"/control/{MODES[kind]}", "")
         await asyncio.sleep(end - time.monotonic())
-        await asyncio.to_thread(switch, port, "ok")
+        await asyncio.to_thread(fetch, port, "/control/ok", "")
         return
     await asyncio.to_thread(program.kill)
     while kind == "flapping" and time.monotonic() < end - FLAP_S:
@@ -236,24 +236,22 @@ def avoided_after(times: Sequence[float], duration_s: float, fair: float) -> flo
 
     `times` are of requests sent to the worker, from the start of the fault; `fair` is a fair share of one window.
     """
-    last = 0.0
-    for start in _starts(duration_s):
-        inside = [one for one in times if start <= one < start + WINDOW_S]
-        if len(inside) >= AVOIDED_SHARE * fair:
-            last = max(inside)
+    busy = [inside for _, inside in windows(times, duration_s) if len(inside) >= AVOIDED_SHARE * fair]
+    last = max(busy[-1]) if busy else 0.0
     return duration_s if last > duration_s - STEP_S else last  # a request in the last moments: it is not avoided at all
 
 
 def back_after(times: Sequence[float], duration_s: float, fair: float) -> float:
     """Return when the first window with a decent share began, from recovery on; the duration if there was none."""
-    for start in _starts(duration_s):
-        if sum(start <= one < start + WINDOW_S for one in times) >= BACK_SHARE * fair:
-            return start
-    return duration_s
+    starts = (start for start, inside in windows(times, duration_s) if len(inside) >= BACK_SHARE * fair)
+    return next(starts, duration_s)
 
 
-def _starts(duration_s: float) -> list[float]:
-    return [STEP_S * number for number in range(round((duration_s - WINDOW_S) / STEP_S) + 1)]
+def windows(times: Sequence[float], duration_s: float) -> Iterator[tuple[float, list[float]]]:
+    """Yield the start of each window and the times in it."""
+    for number in range(round((duration_s - WINDOW_S) / STEP_S) + 1):
+        start = STEP_S * number
+        yield start, [one for one in times if start <= one < start + WINDOW_S]
 
 
 # Soak
@@ -269,15 +267,13 @@ def soak(stage: Stage, cases: Sequence[str]) -> Outcome:
     ports = free_ports(SOAK_WORKERS)
     programs = stage.open_workers([[Worker(port, slots=SOAK_SLOTS)] for port in ports])
     [router] = stage.open_routers([(OURS, ports, ())], response_timeout_s=SOAK_TIMEOUT_S)
-    faults, failures, answers = Counter[str](), Counter[str](), Counter[str]()
+    faults, failures = Counter[str](), Counter[str]()
     rss: list[int] = []
     numbers = itertools.count(1)
     looks = {round(share * num_requests) for share in LOOKS}
 
     def note(result: Result) -> None:
-        if result.failure is None:
-            answers[str(result.worker)] += 1
-        else:
+        if result.failure is not None:
             failures[result.failure] += 1
         if (number := next(numbers)) in looks:
             rss.append(router.rss())
@@ -293,7 +289,7 @@ def soak(stage: Stage, cases: Sequence[str]) -> Outcome:
         return num_unasked
 
     start = time.monotonic()
-    num_unasked = run_fast(send_among_faults())
+    num_unasked = uvloop.run(send_among_faults())
     seconds = time.monotonic() - start
     rows = [
         Row(SOAK, "failed requests", failures.total(), better="lower"),
@@ -305,7 +301,6 @@ def soak(stage: Stage, cases: Sequence[str]) -> Outcome:
     where = {
         "requests": num_requests, "seconds": round(seconds, 1), "faults": dict(faults), "failures": dict(failures),
         "rss_mib": {f"{share:.0%}": round(held / 2**20, 1) for share, held in zip(LOOKS, rss, strict=True)},
-        "answers_by_worker": dict(sorted(answers.items())),
     }  # fmt: skip
     return Outcome(rows, {SOAK: where})
 

@@ -1,11 +1,8 @@
 """How fast a router is: throughput and CPU time, latency, and ours alone: choosing a worker.
 
-    1 KB POST: wrk, 64 connections ──▶ router ──▶ 4 light workers (one nginx that answers by itself)
-    one connection: a blocking socket, one request at a time, straight to a worker and through each router in turn
-    choosing a worker: what a choice costs among a thousand workers, where 1 is what it costs among ten; no network
-
-Client and workers cost little, so the router is what is measured. Contestants take turns in front of the same workers;
-the others idle. `every head different` gives every request a header of its own.
+1 KB POST: wrk, 64 connections ──▶ router ──▶ 4 light workers (one nginx that answers by itself)
+one connection: a blocking socket, one request at a time, straight to a worker and through each router in turn
+choosing a worker: what a choice costs among a thousand workers, where 1 is what it costs among ten; no network
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from typing import Any
 import psutil
 
 from bench.harness import ContestantError, Outcome, Row, beside
-from bench.router import OURS, Router, Stage, light_request
+from bench.router import LIGHT_REQUEST, OURS, Router, Stage
 from bench.router_work import PATH, post
 from bench.turns import Plan, Program, Round, Step, Tally, Watch, others_share, take_rounds, unpacked
 from practicum.reward.router.http1 import RequestParser
@@ -48,10 +45,9 @@ wrk.body = '%s'
 %s
 done = function(summary, latency, requests)
   local e = summary.errors
+  local failed = e.connect + e.read + e.write + e.status + e.timeout
   io.write(string.format(
-    '\\nRESULT {"requests": %%d, "duration_us": %%d, "p50_us": %%d, "p99_us": %%d, "failed": %%d}\\n',
-    summary.requests, summary.duration, latency:percentile(50), latency:percentile(99),
-    e.connect + e.read + e.write + e.status + e.timeout))
+    '\\nRESULT {"requests": %%d, "duration_us": %%d, "failed": %%d}\\n', summary.requests, summary.duration, failed))
 end
 """
 UNIQUE_HEADS = """
@@ -81,14 +77,12 @@ def load(stage: Stage, cases: Sequence[str]) -> Outcome:
         rounds = take_rounds(routers, plan, lambda it, script=script: turn(it, script, workers, plan.steps_per_turn))
         rows += load_rows(case, rounds)
         where[f"{case}: cpu_share_of_others"] = round(others_share(rounds), 3)
-        p99 = {name: statistics.median(one[name].steps[0].parts["p99_us"] for one in rounds) for name in stage.names}
-        where[f"{case}: p99_us"] = p99
     return Outcome(rows, where)
 
 
 def write_script(folder: Path, case: str) -> Path:
     path = folder / f"wrk-{case == DIFFERENT}.lua"
-    path.write_text(SCRIPT % (light_request(), UNIQUE_HEADS if case == DIFFERENT else ""))
+    path.write_text(SCRIPT % (LIGHT_REQUEST, UNIQUE_HEADS if case == DIFFERENT else ""))
     return path
 
 
@@ -159,15 +153,13 @@ def latency(stage: Stage, cases: Sequence[str]) -> Outcome:
         order.reverse()
     found = {name: statistics.median(values) for name, values in added.items()}
     print(", ".join(f"{name} +{value:.0f} µs" for name, value in found.items()), file=sys.stderr, flush=True)
-    where: dict[str, Any] = {f"{LATENCY}: rounds": num_rounds, f"{LATENCY}: requests a batch": batch}
-    if "nginx" in found:
-        where[f"{LATENCY}: ours - nginx, µs"] = round(found[OURS] - found["nginx"], 1)
+    where = {f"{LATENCY}: rounds": num_rounds, f"{LATENCY}: requests a batch": batch}
     return Outcome(beside(LATENCY, "added latency µs", found.pop(OURS), found, "lower"), where)
 
 
 def time_batch(connection: socket.socket, size: int) -> float:
     """Return the median in seconds."""
-    request, times = post(light_request()), []
+    request, times = post(LIGHT_REQUEST), []
     for _ in range(size):
         start = time.perf_counter()
         connection.sendall(request)

@@ -3,11 +3,8 @@
     client, one request on each connection ──▶ router ──▶ workers
     POST /v1/completions {"prompt": "ID WORK ...", ...}  ──▶  {"id": "ID", "worker": "wPORT"} after WORK / speed seconds
 
-A request says in its text how much work it is, since some routers drop fields and headers that they do not know. A
-worker has slots, which serve in order of arrival. Its clock is exact: a job that waited begins when the one before was
-due, not when the event loop noticed, so that late timers do not add up. `POST /control/MODE` makes it healthy, fail,
-hang or slow. `python -m bench.router_work '[{"port": 20001}, ...]'` plays workers; all imports here are
-light, since workers are killed and started again while a benchmark runs.
+`POST /control/MODE` makes a worker healthy, fail, hang or slow. `python -m bench.router_work '[{"port": 20001}, ...]'`
+plays workers; all imports here are light, since workers are killed and started again while a benchmark runs.
 """
 
 from __future__ import annotations
@@ -21,28 +18,19 @@ import struct
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
+import uvloop
+
 SLOWDOWN = 10.0  # of a worker that is slow
 PATH = "/v1/completions"  # all peers forward it, and those that read bodies keep its prompt
 GIVE_UP_S = 15.0  # a request that is answered later is lost
 JOB = re.compile(rb'"prompt":\s*"(\S+) (\S+) ')
 # What the peers ask workers about themselves before they send them anything.
 ABOUT = json.dumps({"status": "ok", "model_path": "m", "object": "list", "data": [{"id": "m", "object": "model"}]})
-
-
-def run_fast(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run on the fastest event loop there is."""
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        new_event_loop = None  # type: ignore[assignment]  # the usual one
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(coroutine)
 
 
 async def read_message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
@@ -81,16 +69,6 @@ def fetch(port: int, path: str, body: str | None = None) -> Any:
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=5.0) as response:
         return json.load(response)
-
-
-def switch(port: int, mode: str) -> None:
-    """Change how the worker at that port behaves from now on: ok, 500, hang or slow."""
-    fetch(port, f"/control/{mode}", "")
-
-
-def read_arrivals(data: bytes) -> list[float]:
-    """Read times of `time.monotonic`, which all processes share. A kill may have cut the last one short."""
-    return [value for (value,) in struct.iter_unpack("d", data[: len(data) // 8 * 8])]
 
 
 class Emulation:
@@ -133,6 +111,7 @@ class Emulation:
             return b"500 Internal Server Error", b'{"error": "broken"}'
         now = time.monotonic()
         slowdown = SLOWDOWN if self._mode == "slow" else 1.0
+        # A job that waited begins when the one before was due, so that late timers do not add up.
         end = max(now, self._free_at[0]) + float(job[2]) / self._worker.speed * slowdown
         heapq.heapreplace(self._free_at, end)
         await asyncio.sleep(end - now)
@@ -219,4 +198,4 @@ async def send_all(port: int, requests: Iterable[Request], in_flight: int, on_re
 
 
 if __name__ == "__main__":
-    run_fast(serve([Worker(**fields) for fields in json.loads(sys.argv[1])]))
+    uvloop.run(serve([Worker(**fields) for fields in json.loads(sys.argv[1])]))

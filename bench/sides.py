@@ -6,9 +6,9 @@ and a table says which number stands in which row. What others used of the machi
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from bench.harness import Row, beside
@@ -22,10 +22,7 @@ Table = Sequence[tuple[str, str, str, Literal["higher", "lower"]]]  # case, metr
 
 def contest(commands: Mapping[str, Sequence[str]], plan: Plan, env: Mapping[str, str]) -> tuple[Sides, dict[str, Any]]:
     """Let contestants take turns; return their numbers, and what the result file says of how they were measured."""
-    with (
-        tempfile.TemporaryDirectory(prefix="bench-") as folder,
-        opened(commands, Path(folder), env, END_S) as contestants,
-    ):
+    with TemporaryDirectory(prefix="bench-") as folder, opened(commands, Path(folder), env, END_S) as contestants:
         tallies = alternate(contestants, plan)
     sides: Sides = {}
     for tally in tallies.values():

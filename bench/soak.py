@@ -3,8 +3,7 @@
     Trainer ─ every few steps ─▶ memory, descriptors and threads of the driver and of each worker       is it flat?
     what the run has written (metrics, recording, checkpoints) ─▶ the same figures computed anew        are they equal?
 
-Growth is that from step 50 on, when everything has happened once. What is computed anew shares no code with the loop:
-rewards from token ids, log-probs and entropy by transformers' own forward pass over the model of the checkpoint before.
+What is computed anew shares no code with the loop.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import json
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -88,8 +87,8 @@ def prepare(folder: Path, seed: int = 0) -> None:
     save_random(folder / "model", shape.pop("model_type"), make_tokenizer(), seed=seed, **shape)
 
 
-def config_of(folder: Path, plan: Plan, backend: str = "ray") -> Any:
-    from practicum import Config
+def soak(folder: Path, plan: Plan, backend: str = "ray") -> dict[int, Usage]:
+    from practicum import Config, Trainer
 
     every = plan.checkpoint_every
     tree = {
@@ -105,20 +104,12 @@ def config_of(folder: Path, plan: Plan, backend: str = "ray") -> Any:
         "trainer": {"steps": plan.num_steps, "num_workers": 1, "threads_per_worker": 1, "checkpoint_every": every,
                     "keep_checkpoints": plan.num_steps, "run_dir": str(folder / "run")},
     }  # fmt: skip
-    return Config.from_tree(tree, source="bench soak")
-
-
-def soak(folder: Path, plan: Plan, backend: str = "ray") -> dict[int, Usage]:
-    from practicum import Trainer
-
     usages: dict[int, Usage] = {}
-    for report in Trainer(config_of(folder, plan, backend)).steps():
+    for report in Trainer(Config.from_tree(tree, source="bench soak")).steps():
         if report.number % plan.look_every == 0:
             usages[report.number] = usage = usage_of_all()
-            if report.number % (10 * plan.look_every) == 0:
-                rss = ", ".join(f"{kind} {held / 2**20:.1f}" for (kind, what), held in usage.items() if what == RSS)
-                where = f"soak: step {report.number}, reward {report.reward:.3f}, MiB: {rss}"
-                print(where, file=sys.stderr, flush=True)
+            rss = ", ".join(f"{kind} {held / 2**20:.1f}" for (kind, what), held in usage.items() if what == RSS)
+            print(f"soak: step {report.number}, reward {report.reward:.3f}, MiB: {rss}", file=sys.stderr, flush=True)
     return usages
 
 
@@ -168,19 +159,27 @@ def drifts_of(run_dir: Path, plan: Plan) -> tuple[list[int], dict[str, float]]:
 
     logged = {row["step"]: row for row in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())}
     steps = [1, *range(plan.checkpoint_every + 1, plan.num_steps + 1, plan.checkpoint_every)]
-    metrics: dict[str, float] = {}
-    gap = 0.0
+    drifts: defaultdict[str, float] = defaultdict(float)
+
+    def note(name: str, drift: float) -> None:
+        drifts[name] = max(drifts[name], drift)
+
     with Recording(run_dir.parent / "samples.rec") as recording:
         for step in steps:
             weights = run_dir.parent if step == 1 else run_dir / "checkpoints" / f"step-{step - 1:06d}"
             samples = recording.samples(step)
             if len(samples) != PROMPTS * ANSWERS:
                 raise BenchError(f"step {step} has {len(samples)} samples in its recording, not {PROMPTS * ANSWERS}.")
-            anew, step_gap = computed_anew(samples, weights / "model")
-            gap = max(gap, step_gap)
+            anew, gap = computed_anew(samples, weights / "model")
             for name, value in anew.items():
-                metrics[name] = max(metrics.get(name, 0.0), abs(value - logged[step][name]))
-    return steps, {**metrics, LOG_PROBS: gap, VALIDATION: validation_drift(run_dir, logged)}
+                note(name, abs(value - logged[step][name]))
+            note(LOG_PROBS, gap)
+    for path in (run_dir / "validation").glob("step-*.jsonl"):
+        scores = np.array([json.loads(line)["score"] for line in path.read_text().splitlines()])
+        said = logged[int(path.stem.removeprefix("step-"))]
+        note(VALIDATION, abs(float(scores.mean()) - said["validation/accuracy"]))
+        note(VALIDATION, abs(float((scores > RIGHT_ABOVE).mean()) - said["validation/pass@1"]))
+    return steps, drifts
 
 
 def computed_anew(samples: Sequence[Any], model: Path) -> tuple[dict[str, float], float]:
@@ -207,15 +206,3 @@ def computed_anew(samples: Sequence[Any], model: Path) -> tuple[dict[str, float]
         "actor/entropy": float(np.mean(entropies)),
     }
     return figures, gap
-
-
-def validation_drift(run_dir: Path, logged: dict[int, dict[str, float]]) -> float:
-    """Return that of the accuracy and of the share of right answers, from the answers that the run has written."""
-    largest = 0.0
-    for path in sorted((run_dir / "validation").glob("step-*.jsonl")):
-        metrics = logged[int(path.stem.removeprefix("step-"))]
-        scores = np.array([json.loads(line)["score"] for line in path.read_text().splitlines()])
-        accuracy, passed = float(scores.mean()), float((scores > RIGHT_ABOVE).mean())
-        gaps = abs(accuracy - metrics["validation/accuracy"]), abs(passed - metrics["validation/pass@1"])
-        largest = max(largest, *gaps)
-    return largest

@@ -1,7 +1,4 @@
-"""verl in the `controller` benchmark: its RayWorkerGroup with DataProto, and with the TensorDict its trainer sends.
-
-Runs in the environment that verl.sh makes.
-"""
+"""verl in the `controller` benchmark: its RayWorkerGroup with DataProto, and with the TensorDict its trainer sends."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""verl in the `reward` benchmark: its RewardLoopManager with two RewardLoopWorkers, asked as its trainer asks it.
-
-`verl_reward MANAGER JOB` runs in the environment that verl.sh makes. All cases go through one reward function, which
-verl finds in a file.
-"""
+"""verl in the `reward` benchmark: its RewardLoopManager, asked as its trainer asks it. `verl_reward MANAGER JOB`."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import OmegaConf
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer
 from verl import DataProto
 from verl.experimental.reward_loop import RewardLoopManager
@@ -32,42 +29,32 @@ PROMPT_TOKENS = 32
 
 def config_of(manager: str, tokenizer: str) -> Any:
     """The keys that the reward loop reads, with verl's defaults but for the function and the number of workers."""
-    function = {"path": str(Path(reward_functions.__file__)), "name": MANAGERS[manager][0]}
-    return OmegaConf.create(
-        {
-            "actor_rollout_ref": {"model": {"path": tokenizer, "tokenizer_path": None}},
-            "reward": {
-                "num_workers": NUM_WORKERS,
-                "custom_reward_function": function,
-                "reward_manager": {"source": "register", "name": manager},
-                "reward_model": {"enable": False},
-                # It holds for each worker alone.
-                "max_concurrent": AT_A_TIME[ASYNC] // NUM_WORKERS,
-            },
-        }
-    )
+    reward = {
+        "num_workers": NUM_WORKERS,
+        "custom_reward_function": {"path": str(Path(reward_functions.__file__)), "name": MANAGERS[manager][0]},
+        "reward_manager": {"source": "register", "name": manager},
+        "reward_model": {"enable": False},
+        "max_concurrent": AT_A_TIME[ASYNC] // NUM_WORKERS,  # it holds for each worker alone
+    }
+    policy = {"model": {"path": tokenizer, "tokenizer_path": None}}
+    return OmegaConf.create({"actor_rollout_ref": policy, "reward": reward})
 
 
 def data_of(case: str, items: Sequence[Item], ids: Sequence[Sequence[int]]) -> DataProto:
     """As it comes from the rollout: responses padded to the longest one."""
-    width = max(map(len, ids))
-    responses = torch.zeros(len(items), width, dtype=torch.long)
-    mask = torch.zeros(len(items), PROMPT_TOKENS + width, dtype=torch.long)
-    mask[:, :PROMPT_TOKENS] = 1
-    for row, own in enumerate(ids):
-        responses[row, : len(own)] = torch.tensor(own)
-        mask[row, PROMPT_TOKENS : PROMPT_TOKENS + len(own)] = 1
-    tensors = {
-        "prompts": torch.ones(len(items), PROMPT_TOKENS, dtype=torch.long),
-        "responses": responses,
-        "attention_mask": mask,
-    }
+    responses = pad_sequence([torch.tensor(own) for own in ids], batch_first=True)
+    prompts = torch.ones(len(items), PROMPT_TOKENS, dtype=torch.long)
+    written = torch.arange(responses.shape[1]) < torch.tensor([len(own) for own in ids])[:, None]
+    mask = torch.cat([prompts, written.long()], dim=1)
     others = {
         "data_source": [case] * len(items),
         "reward_model": [{"ground_truth": item.truth} for item in items],
         "extra_info": [{} for _ in items],
     }
-    return DataProto.from_dict(tensors, {name: np.array(values, dtype=object) for name, values in others.items()})
+    return DataProto.from_dict(
+        {"prompts": prompts, "responses": responses, "attention_mask": mask},
+        {name: np.array(values, dtype=object) for name, values in others.items()},
+    )
 
 
 def main() -> None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from bench.controller_work import BARE, FAKES, ITEMS, NOOP, NUM_WORKERS, RAY_SETTINGS, ROWS, START, Job
-from bench.harness import Options, Outcome, Row, choose_peer
+from bench.controller_work import FAKES, ITEMS, NOOP, NUM_WORKERS, RAY_SETTINGS, ROWS, START, Job
+from bench.harness import Options, Outcome, choose_peer
 from bench.sides import OURS, Sides, Table, contest, rows_of
 from bench.turns import Plan
 
@@ -27,11 +26,14 @@ QUICK_JOB = Job(num_noops=200, num_items=50, num_rows=8)
 FULL_GROWTH = Job(num_noops=500, larger_teams=(8, 32), fakes=FAKE_SIZES)
 QUICK_GROWTH = Job(num_noops=200, larger_teams=(4,), fakes=FAKE_SIZES)
 
+FURTHER, OWN = "further worker", "own work"
 TABLE: Table = (
     ("no-op, 2 workers", "ms per call", NOOP, "lower"),
     ("64 MiB batch, 2 workers", "ms per call", ROWS, "lower"),
     ("64 small items, 2 workers", "ms per call", ITEMS, "lower"),
     ("start-up, 2 workers", "s", START, "lower"),
+    ("no-op, each further worker", "µs per call", FURTHER, "lower"),
+    ("no-op, driver's own work per worker", "µs per call", OWN, "lower"),
 )
 
 
@@ -48,37 +50,29 @@ def run(options: Options) -> Outcome:
     sides, where = contest(commands, plan, RAY_SETTINGS)
     growing, apart = contest({OURS: [*program, growth_job.dump()]}, plan, RAY_SETTINGS)
     where["cpu_share_of_others"] = max(where["cpu_share_of_others"], apart["cpu_share_of_others"])
-    growth_rows, points = growth_of(growing, growth_job)
-    return Outcome([*rows_of(TABLE, sides), *growth_rows], where | points)
+    where["no_op_by_workers"] = add_growth(sides, FURTHER, growing, NOOP)
+    where["no_op_by_fakes"] = add_growth(sides, OWN, growing, FAKES)
+    return Outcome(rows_of(TABLE, sides), where)
 
 
-def growth_of(sides: Sides, job: Job) -> tuple[list[Row], dict[str, Any]]:
-    """Compare the no-op by number of workers: on processes, ours and bare Ray's, and on fakes, where only the driver
-    works. Return rows, and what shows whether their slopes are of straight lines."""
-
-    (ours, our_points), (bare, bare_points) = (
-        growth({NUM_WORKERS: sides[side][NOOP], **{n: sides[side][f"{NOOP}_{n}"] for n in job.larger_teams}})
-        for side in (OURS, BARE)
-    )
-    on_fakes, fake_points = growth({n: sides[OURS][f"{FAKES}_{n}"] for n in job.fakes})
-    rows = [
-        Row("no-op, each further worker", "µs per call", 1e3 * ours, 1e3 * bare, BARE, "lower"),
-        Row("no-op, driver's own work per worker", "µs per call", 1e3 * on_fakes, better="lower"),
-    ]
-    points = {"no_op_by_workers": {OURS: our_points, BARE: bare_points}, "no_op_by_fakes": {OURS: fake_points}}
-    return rows, points
-
-
-def growth(ms_by_size: Mapping[int, float]) -> tuple[float, dict[str, Any]]:
-    """Return the slope of the straight line nearest to a cost measured on several sizes, and what to write down of it.
+def add_growth(sides: Sides, number: str, growing: Sides, kind: str) -> dict[str, dict[str, Any]]:
+    """Add what one more worker costs each side, in µs: the slope of the straight line nearest to the no-op on several
+    numbers of workers, or of fakes, where only the driver works. Return by side what shows whether it is straight.
 
     The worst growth is the largest factor by which the cost of each worker grows from a size to the next: above 1 is
     worse than linear. On sizes that differ this much R² alone would let a mild curve hide behind the largest.
     """
-    sizes, times = zip(*sorted(ms_by_size.items()), strict=True)
-    each = [ms / size for size, ms in zip(sizes, times, strict=True)]
-    return statistics.linear_regression(sizes, times).slope, {
-        "ms_by_size": {str(size): round(ms, 4) for size, ms in zip(sizes, times, strict=True)},
-        "r_squared": round(statistics.correlation(sizes, times) ** 2, 4),
-        "worst_growth_of_cost_per_worker": round(max(after / before for before, after in pairwise(each)), 3),
-    }
+    found = {}
+    for side, numbers in growing.items():
+        named = [name.partition("_") for name in numbers]  # `noop` is on NUM_WORKERS, `noop_8` on 8
+        points = {int(size or NUM_WORKERS): numbers[one + bar + size] for one, bar, size in named if one == kind}
+        if points:
+            sizes, times = zip(*sorted(points.items()), strict=True)
+            each = [ms / size for size, ms in zip(sizes, times, strict=True)]
+            sides[side][number] = 1e3 * statistics.linear_regression(sizes, times).slope
+            found[side] = {
+                "ms_by_size": {str(size): round(ms, 4) for size, ms in zip(sizes, times, strict=True)},
+                "r_squared": round(statistics.correlation(sizes, times) ** 2, 4),
+                "worst_growth_of_cost_per_worker": round(max(b / a for a, b in pairwise(each)), 3),
+            }
+    return found

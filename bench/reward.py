@@ -21,28 +21,20 @@ from bench.reward_work import CALL_MS, CPU_MS, IDEAL, LOST, RATE, SETTINGS, SHAR
 from bench.sides import OURS, Sides, Table, contest, rows_of
 from bench.turns import Plan
 
-CASES = {
-    RULE: "rule, 64 samples",
-    MATH: "math-verify",
-    ASYNC: "async function of 50 ms",
-    SYNC: "sync function of 50 ms",
-    RAISE: "hostile, 1 % raise",
-    HOSTILE: "hostile, 1 % of each of five kinds",
-    REPLICAS: "one replica killed, one hung",
+CASES: dict[str, tuple[str, list[str]]] = {  # what its rows are called, and what they count
+    RULE: ("rule, 64 samples", [CALL_MS]),
+    MATH: ("math-verify", [RATE, CPU_MS, SHARE]),
+    ASYNC: ("async function of 50 ms", [IDEAL]),
+    SYNC: ("sync function of 50 ms", [IDEAL]),
+    RAISE: ("hostile, 1 % raise", [LOST]),
+    HOSTILE: ("hostile, 1 % of each of five kinds", ["s", "samples with a wrong status or score", "processes left"]),
+    REPLICAS: ("one replica killed, one hung", ["s", "scores missing", "largest difference of a score"]),
 }
-TABLE: Table = tuple(
-    (CASES[case], metric, f"{case}: {metric}", "higher" if metric in (RATE, SHARE) else "lower")
-    for case, metrics in {
-        RULE: [CALL_MS],
-        MATH: [RATE, CPU_MS, SHARE],
-        ASYNC: [IDEAL],
-        SYNC: [IDEAL],
-        RAISE: [LOST],
-        HOSTILE: ["s", "samples with a wrong status or score", "processes left"],
-        REPLICAS: ["s", "scores missing", "largest difference of a score"],
-    }.items()
+TABLE: Table = [
+    (name, metric, f"{case}: {metric}", "higher" if metric in (RATE, SHARE) else "lower")
+    for case, (name, metrics) in CASES.items()
     for metric in metrics
-)
+]
 
 FULL = Plan(warmup_steps=1, num_rounds=5, steps_per_turn=1, extra_rounds=10, patience_s=600, turn_s=600)
 QUICK = Plan(warmup_steps=1, num_rounds=1, steps_per_turn=1)
@@ -106,7 +98,7 @@ def commands_of(
         programs.append(("verl (rate_limited)", "verl", [*theirs, "rate_limited"], [ASYNC, RAISE]))
     commands = {}
     for name, side, program, cases in programs:
-        wanted = {case: loads[side][case] for case in cases if options.wants(CASES[case])}
+        wanted = {case: loads[side][case] for case in cases if options.wants(CASES[case][0])}
         if wanted:
             commands[name] = [*program, Job(str(tokenizer), wanted).dump()]
     return commands

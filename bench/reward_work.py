@@ -29,12 +29,8 @@ SHARE = "share of two cores used"
 LOST = "samples with neither their score nor a stated failure"
 
 # For all sides alike. What a worker started ends with it, as when our controller starts Ray.
-SETTINGS = {
-    **RAY_SETTINGS,
-    "RAY_process_group_cleanup_enabled": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-}
+SETTINGS = RAY_SETTINGS | {"RAY_process_group_cleanup_enabled": "1"}
+SETTINGS |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 
 # What is graded
@@ -52,9 +48,9 @@ _SENTENCES = (
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An answer. Those to the same prompt have the same number."""
+    """An answer."""
 
-    prompt: int
+    prompt: int  # its number
     text: str
     truth: str
     value: float | None  # None: cannot be graded

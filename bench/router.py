@@ -38,7 +38,7 @@ def run(options: Options) -> Outcome:
     rows: list[Row] = []
     where: dict[str, Any] = {"our_arguments": list(options.ours), "uvloop": version("uvloop")}
     with tempfile.TemporaryDirectory(prefix="bench-router-") as folder:
-        for cases, measure in (*router_load.CASES, *router_faults.CASES, *router_load.LAST_CASES):
+        for cases, measure in (*router_load.CASES, *router_faults.CASES):
             wanted = [case for case in cases if options.wants(case)]
             if wanted:
                 start = time.monotonic()

@@ -244,5 +244,4 @@ def choices(policy: str, num_workers: int) -> Iterator[float]:
             begin()
 
 
-CASES = (((SAME, DIFFERENT), load), ((LATENCY,), latency))  # names that are measured together, and how
-LAST_CASES = (((CHOICE,), choice),)
+CASES = (((SAME, DIFFERENT), load), ((LATENCY,), latency), ((CHOICE,), choice))  # measured together, and how

@@ -91,14 +91,6 @@ class FakeHost:
         return self._answer
 
 
-class FakeGroup(RayWorkerGroup[Echo]):
-    """A group as it is once its workers are up, around workers that were never started."""
-
-    def __init__(self, plan: WorkerSetPlan, workers: WorkerSet) -> None:
-        WorkerGroup.__init__(self, plan.name, plan.packed, plan.pool.world_size, 60.0, plan.meshes)
-        self._hold(plan, workers)
-
-
 def noop_on_fakes(num_workers: int) -> Callable[[], Any]:
     """Return the same call on fakes: all the driver does for each worker, but for handing the call over to Ray."""
     packed = RayClassWithInitArgs(Echo)
@@ -109,7 +101,10 @@ def noop_on_fakes(num_workers: int) -> Callable[[], Any]:
         answering.shutdown()
     room: Any = SimpleNamespace(world_size=num_workers, use_gpu=False)
     plan = WorkerSetPlan("fakes", packed, room, use_gpu=False, meshes={}, detached=False, start_timeout_s=60.0)
-    group = FakeGroup(plan, WorkerSet(plan, [FakeHost(answer) for answer in answers], []))
+    # A group as it is once its workers are up, around some that were never started.
+    group: RayWorkerGroup[Echo] = RayWorkerGroup.__new__(RayWorkerGroup)
+    WorkerGroup.__init__(group, "fakes", packed, num_workers, 60.0, {})
+    group._hold(plan, WorkerSet(plan, [FakeHost(answer) for answer in answers], []))
     return lambda: group.execute_all(Echo.noop)
 
 

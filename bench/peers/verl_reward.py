@@ -19,7 +19,6 @@ from verl.experimental.reward_loop import RewardLoopManager
 from bench import reward_functions
 from bench.contestant import Line
 from bench.controller_work import start_ray
-from bench.reward_functions import ASYNC, AT_A_TIME
 from bench.reward_work import NUM_WORKERS, Batch, Item, Job, take_steps
 
 # What each manager calls, and whom it speaks for.
@@ -34,7 +33,8 @@ def config_of(manager: str, tokenizer: str) -> Any:
         "custom_reward_function": {"path": str(Path(reward_functions.__file__)), "name": MANAGERS[manager][0]},
         "reward_manager": {"source": "register", "name": manager},
         "reward_model": {"enable": False},
-        "max_concurrent": AT_A_TIME[ASYNC] // NUM_WORKERS,  # it holds for each worker alone
+        # It holds for each worker alone.
+        "max_concurrent": reward_functions.AT_A_TIME[reward_functions.ASYNC] // NUM_WORKERS,
     }
     policy = {"model": {"path": tokenizer, "tokenizer_path": None}}
     return OmegaConf.create({"actor_rollout_ref": policy, "reward": reward})

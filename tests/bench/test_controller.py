@@ -14,11 +14,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks are not part of the installed package
 
-from bench import controller
-from bench.controller import TABLE, growth
+from bench.controller import FURTHER, OWN, TABLE, add_growth
 from bench.controller_work import Job, items, rows, time_calls, time_start, timed
-from bench.harness import Row
-from bench.sides import contest, rows_of
+from bench.sides import Sides, contest, rows_of
 from bench.turns import Plan
 
 JOB = Job(num_noops=3, num_items=2, num_rows=1, larger_teams=[8, 32], fakes=[256, 1024])
@@ -109,29 +107,19 @@ def test_each_case_has_a_row_against_each_peer_in_its_own_unit() -> None:
 def test_without_verl_the_rows_against_bare_ray_remain() -> None:
     found = rows_of(TABLE, {"practicum": OURS, "bare ray": OURS})
     assert {row.peer_name for row in found} == {"bare ray"}
-    assert len(found) == len(TABLE)
+    assert len(found) == len(TABLE) - 2  # growth is measured apart
 
 
 def test_growth_is_the_slope_and_fakes_have_no_peer() -> None:
-    bare = {"noop": 2.0, "noop_8": 8.0, "noop_32": 32.0}
-    (workers, fakes), block = controller.growth_of({"practicum": OURS_WITH_FAKES, "bare ray": bare}, JOB)
-    assert (rounded(workers.ours), rounded(workers.peer), rounded(workers.ratio)) == (500.0, 1000.0, 2.0)
-    assert (rounded(fakes.ours), fakes.peer, fakes.peer_name) == (1.0, None, None)
-    assert set(block["no_op_by_workers"]) == {"practicum", "bare ray"}
-    assert list(block["no_op_by_workers"]["practicum"]["ms_by_size"]) == ["2", "8", "32"]
-    assert list(block["no_op_by_fakes"]["practicum"]["ms_by_size"]) == ["256", "1024"]
-
-
-def test_quick_and_full_runs_have_the_same_rows() -> None:
-    def names(job: Job) -> list[tuple[str, str, str | None]]:
-        parts = {"noop": 1.0, "rows": 1.0, "items": 1.0, "start": 1.0}
-        parts |= {f"noop_{size}": float(size) for size in job.larger_teams}
-        parts |= {f"fakes_{size}": float(size) for size in job.fakes}
-        medians = {"practicum": parts, "bare ray": parts}
-        found: list[Row] = [*rows_of(TABLE, medians), *controller.growth_of(medians, job)[0]]
-        return [(row.case, row.metric, row.peer_name) for row in found]
-
-    assert names(controller.QUICK_GROWTH) == names(controller.FULL_GROWTH)
+    growing = {"practicum": OURS_WITH_FAKES, "bare ray": {"noop": 2.0, "noop_8": 8.0, "noop_32": 32.0}}
+    sides: Sides = {"practicum": {}, "bare ray": {}}
+    workers = add_growth(sides, FURTHER, growing, "noop")
+    fakes = add_growth(sides, OWN, growing, "fakes")
+    rows = [(rounded(row.ours), rounded(row.peer), row.peer_name) for row in rows_of(TABLE, sides)]
+    assert rows == [(500.0, 1000.0, "bare ray"), (1.0, None, None)]
+    assert set(workers) == {"practicum", "bare ray"} and set(fakes) == {"practicum"}
+    assert list(workers["practicum"]["ms_by_size"]) == ["2", "8", "32"]
+    assert list(fakes["practicum"]["ms_by_size"]) == ["256", "1024"]
 
 
 def test_a_job_survives_the_command_line() -> None:
@@ -189,9 +177,15 @@ def test_a_start_that_found_its_processes_running_is_refused(stopped: Any) -> No
 # Growth in a straight line
 
 
+def growth(ms_by_size: dict[int, float]) -> tuple[float, dict[str, Any]]:
+    sides: Sides = {"us": {}}
+    points = add_growth(sides, FURTHER, {"us": {f"fakes_{size}": ms for size, ms in ms_by_size.items()}}, "fakes")
+    return sides["us"][FURTHER], points["us"]
+
+
 def test_a_straight_line_has_its_slope_and_explains_everything() -> None:
     slope, points = growth({size: 1.0 + size * 0.5 for size in (32, 2, 8)})
-    assert slope == pytest.approx(0.5)
+    assert slope == pytest.approx(500.0)
     assert points["r_squared"] == 1.0
     assert list(points["ms_by_size"].items()) == [("2", 2.0), ("8", 5.0), ("32", 17.0)]
 

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import uvloop
@@ -110,7 +109,6 @@ WINDOW_S, STEP_S = 0.5, 0.05
 AVOIDED_SHARE = 0.2  # of a fair share: trial requests are fine
 BACK_SHARE = 0.5
 METRICS = FAILED, AVOIDED, BACK = "failed requests", "s until traffic avoids it", "s until it is back"
-SLOWEST = "slowest answer, s"
 Counts = dict[str, float]
 
 
@@ -134,17 +132,12 @@ def faults(stage: Stage, cases: Sequence[str]) -> Outcome:
     phases = QUICK if stage.quick else FULL
     names = [name for name in stage.names if name == OURS or not stage.quick or name in QUICK_PEERS]
     found: dict[tuple[str, str], Counts] = {}
-    failures: dict[str, dict[str, int]] = {}
     for kind, name in itertools.product(kinds, names):
         with ExitStack() as stack:
-            counts, failed = uvloop.run(play(replace(stage, stack=stack), kind, name, phases))
-        found[kind, name] = counts
-        failures |= {f"{kind}, {name}": failed} if failed else {}
-        counted = ", ".join(f"{what} {value:.4g}" for what, value in counts.items())
-        print(f"{PREFIX}{kind}: {name}: {counted} {failed or ''}", file=sys.stderr, flush=True)
-    where: dict[str, Any] = {**asdict(phases), "failures": failures}
-    where["slowest_answer_s"] = {f"{kind}, {name}": round(counts[SLOWEST], 3) for (kind, name), counts in found.items()}
-    return Outcome(fault_rows(found, kinds), {"faults": where})
+            found[kind, name] = uvloop.run(play(replace(stage, stack=stack), kind, name, phases))
+        print(f"{PREFIX}{kind}: {name}: {found[kind, name]}", file=sys.stderr, flush=True)
+    counted = {f"{kind}, {name}": counts for (kind, name), counts in found.items()}
+    return Outcome(fault_rows(found, kinds), {"faults": {**asdict(phases), "counted": counted}})
 
 
 def fault_rows(found: Mapping[tuple[str, str], Counts], kinds: Sequence[str]) -> list[Row]:
@@ -155,9 +148,9 @@ def fault_rows(found: Mapping[tuple[str, str], Counts], kinds: Sequence[str]) ->
     return rows
 
 
-async def play(stage: Stage, kind: str, name: str, phases: Phases) -> tuple[Counts, dict[str, int]]:
-    """Keep asking a router while one of its workers works as usual, fails and has recovered. Return what was counted,
-    and the failed requests by what they got. Times are of `time.monotonic`."""
+async def play(stage: Stage, kind: str, name: str, phases: Phases) -> Counts:
+    """Keep asking a router while one of its workers works as usual, fails and has recovered. Count also what failed
+    requests got. Times are of `time.monotonic`."""
     ports = free_ports(NUM_WORKERS)
     arrivals = [stage.folder / f"arrivals-{port}" for port in ports]
     teams = [[Worker(port, slots=SLOTS, arrivals=str(path))] for port, path in zip(ports, arrivals, strict=True)]
@@ -185,14 +178,15 @@ async def play(stage: Stage, kind: str, name: str, phases: Phases) -> tuple[Coun
     to_faulty = sorted(sent[-1] + ([] if kind in MODES else refused))
     during = [one - fault_s for one in to_faulty if fault_s <= one < recovered_s]
     after = [one - recovered_s for one in to_faulty if recovered_s <= one < end_s]
-    failures = Counter(result.failure for result in results if result.failure)
-    failures["answers that nobody asked for"] += num_unasked
+    failures = Counter(f"failed: {result.failure}" for result in results if result.failure)
+    failures["failed: answer that nobody asked for"] += num_unasked
     return {
         FAILED: failures.total(),
         AVOIDED: avoided_after(during, recovered_s - fault_s, fair),
         BACK: back_after(after, end_s - recovered_s, fair),
-        SLOWEST: max(result.ended_s - result.sent_s for result in results),
-    }, dict(+failures)
+        "slowest answer, s": max(result.ended_s - result.sent_s for result in results),
+        **+failures,
+    }
 
 
 async def break_for(kind: str, port: int, program: Program, seconds: float) -> None:

@@ -6,11 +6,8 @@
                                      another team of 2: start, first no-op  timed as `start`
                                      its end, until its processes are gone
 
-Sides that can share a process and a Ray do, and take turns call by call: the same code is up to a tenth faster in one
-process than in another, for as long as they live.
-
-Calls are timed on teams that have long been up, as in training; starts on fresh processes only. All sides import this
-in environments of their own; it needs NumPy, psutil and Ray.
+Sides that can share a process do: the same code is up to a tenth faster in one process than in another, for as long as
+they live. All sides import this in environments of their own; it needs NumPy, psutil and Ray.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +29,8 @@ import psutil
 from bench.contestant import Line, step
 
 NUM_WORKERS = 2
-OURS, BARE = "practicum", "bare ray"
+BARE = "bare ray"
 START, NOOP, ITEMS, ROWS, FAKES = "start", "noop", "items", "rows", "fakes"
-TENSORDICT, NUMPY = "TensorDict", "NumPy"  # other ways in which verl sends rows
 GONE_WITHIN_S = 30.0
 CALLS_IN_A_ROW = 25
 
@@ -56,35 +52,30 @@ class Job:
     num_noops: int
     num_items: int = 0
     num_rows: int = 0
-    larger_teams: tuple[int, ...] = ()
-    fakes: tuple[int, ...] = ()  # workers that live in the driver, to see what it spends on each itself
+    larger_teams: Sequence[int] = ()
+    fakes: Sequence[int] = ()  # workers that live in the driver, to see what it spends on each itself
 
     def dump(self) -> str:
+        """Return it as JSON, for `Job(**json.loads(...))` on the other side of a command line."""
         return json.dumps(asdict(self))
 
-    @classmethod
-    def parse(cls, text: str) -> Job:
-        fields: dict[str, Any] = json.loads(text)
-        sizes: dict[str, Any] = {name: tuple(fields[name]) for name in ("larger_teams", "fakes")}
-        return cls(**{**fields, **sizes})
+
+# The name of a batch, which way of sending it this is if a side has several, and the call that sends it out in shards
+# and returns what came back, joined in one piece.
+Batches = Iterator[tuple[str, str, Callable[[], Any]]]
 
 
-class Team(Protocol):
+@dataclass(frozen=True, slots=True)
+class Team:
     """A group of workers the way one side builds it."""
 
-    def noop(self) -> Any:
-        """Every worker does nothing; returns when all have answered."""
+    noop: Callable[[], Any]  # every worker does nothing; returns when all have answered
+    batches: Callable[[], Batches]
+    pids: Callable[[], Iterable[int]]
+    stop: Callable[[], None]  # ends the workers and gives back their resources
 
-    def batches(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """The calls that send a batch out in shards and return what came back, joined in one piece.
 
-        Each is named after its batch; a variant adds a word of its own after a blank.
-        """
-
-    def pids(self) -> Sequence[int]: ...
-
-    def stop(self) -> None:
-        """End the workers and give back their resources."""
+Start = Callable[[int], Team]  # from the number of workers
 
 
 @cache
@@ -109,113 +100,49 @@ def start_ray() -> None:
     )  # fmt: skip
 
 
-def part_of(kind: str, size: int) -> str:
-    """The name of the part in which the no-op on a standing team is timed."""
-    return f"{kind}_{size}"
-
-
-Sides = Mapping[str, Callable[[int], Team]]
-Timings = dict[str, dict[str, float]]  # side -> part -> median seconds
-
-
 def take_steps(
-    line: Line,
-    job: Job,
-    packages: Iterable[str],
-    sides: Sides,
+    line: Line, job: Job, packages: Iterable[str], sides: Mapping[str, Start],
     pretend: Callable[[int], Callable[[], Any]] | None = None,
-) -> None:
-    """Be a contestant, once Ray is up. `pretend` makes the no-op of a team without processes."""
+) -> None:  # fmt: skip
+    """Be a contestant, once Ray is up. `pretend` makes the no-op of a team without processes, for the first side."""
     teams = {side: start(NUM_WORKERS) for side, start in sides.items()}
-    larger = {size: {side: start(size).noop for side, start in sides.items()} for size in job.larger_teams}
-    fakes = {size: pretend(size) for size in job.fakes} if pretend is not None else {}
+    standing = [(NOOP, n, {side: start(n).noop for side, start in sides.items()}) for n in job.larger_teams]
+    if pretend is not None:
+        standing += [(FAKES, n, {next(iter(sides)): pretend(n)}) for n in job.fakes]
     order = list(sides)
 
     def take_step(_: str) -> dict[str, Any]:
-        began = time.perf_counter()
-        timings = time_calls(teams, job)
-        for size, noops in larger.items():
-            _add(timings, part_of(NOOP, size), medians_s(noops, repeats(job, size)))
-        for size, noop in fakes.items():
-            _add(timings, part_of(FAKES, size), medians_s({next(iter(sides)): noop}, repeats(job, size)))
-        ended_cpu_s = 0.0
+        began, ended_cpu_s = time.perf_counter(), 0.0
+        found = time_calls(teams, job)
+        for kind, size, noops in standing:
+            found |= timed(f"{kind}_{size}", noops, max(10, job.num_noops * NUM_WORKERS // size))
         for side in order if job.num_rows else ():
-            timings[side][START], used_cpu_s = time_start(sides[side])
+            found[f"{side}: {START}"], used_cpu_s = time_start(sides[side])
             ended_cpu_s += used_cpu_s
         order.reverse()
-        parts = {f"{side}: {part}": seconds for side, by_part in timings.items() for part, seconds in by_part.items()}
-        return step(time.perf_counter() - began, 1, ended_cpu_s=ended_cpu_s, **parts)
+        return step(time.perf_counter() - began, 1, ended_cpu_s=ended_cpu_s, **found)
 
     line.serve(packages, take_step)
 
 
-def repeats(job: Job, size: int) -> int:
-    return max(10, job.num_noops * NUM_WORKERS // size)
-
-
-def _add(timings: Timings, part: str, seconds: Mapping[str, float]) -> None:
-    for side, median in seconds.items():
-        timings.setdefault(side, {})[part] = median
-
-
-def time_calls(teams: Mapping[str, Team], job: Job) -> Timings:
-    """Median seconds of each call, by name. Of each batch one is sent beforehand, to see that all of it comes back."""
-    timings: Timings = {}
-    _add(timings, NOOP, medians_s({side: team.noop for side, team in teams.items()}, job.num_noops))
-    if not job.num_rows:
-        return timings
+def time_calls(teams: Mapping[str, Team], job: Job) -> dict[str, float]:
+    """Time the no-op and each batch. Of each batch one is sent beforehand, to see that all of it comes back."""
+    found = timed(NOOP, {side: team.noop for side, team in teams.items()}, job.num_noops)
     # In step: a team may set itself up for a batch just before it hands it out.
-    for named in zip(*(team.batches() for team in teams.values()), strict=True):
-        name = named[0][0]
-        calls = {side: call for side, (_, call) in zip(teams, named, strict=True)}
-        sent, count = (items(), job.num_items) if name.split()[0] == ITEMS else (rows(), job.num_rows)
+    for offers in zip(*(team.batches() for team in teams.values()), strict=True) if job.num_rows else ():
+        calls = {f"{side} ({way})" if way else side: call for side, (_, way, call) in zip(teams, offers, strict=True)}
+        batch = offers[0][0]
+        sent, count = (items(), job.num_items) if batch == ITEMS else (rows(), job.num_rows)
         for side, call in calls.items():
             if not np.array_equal(np.asarray(call()), sent):
-                raise RuntimeError(f"{side}, {name}: what came back is not what was sent")
-        _add(timings, name, medians_s(calls, count))
-    return timings
+                raise RuntimeError(f"{side}, {batch}: what came back is not what was sent")
+        found |= timed(batch, calls, count)
+    return found
 
 
-def time_start(start: Callable[[int], Team]) -> tuple[float, float]:
-    """Seconds from nothing to the first answered call of two workers, and the CPU seconds of their processes."""
-    account = Account()
-    began = time.perf_counter()
-    team = start(NUM_WORKERS)
-    account.note()  # takes 2 ms, and processes that only helped to start are soon gone
-    team.noop()
-    seconds = time.perf_counter() - began
-    pids = set(team.pids())
-    if old := pids & account.before:
-        raise RuntimeError(f"processes {sorted(old)} were running before the start-up that was to start them")
-    account.note()
-    team.stop()
-    wait_until_gone(pids)
-    return seconds, account.cpu_s
-
-
-class Account:
-    """CPU seconds of processes below this one that were not there when it was opened.
-
-    Has to be asked while they live: Ray's raylet lets the kernel forget what its workers used.
-    """
-
-    def __init__(self) -> None:
-        self.before = {process.pid for process in psutil.Process().children(recursive=True)}
-        self._cpu_s: dict[int, float] = {}
-
-    def note(self) -> None:
-        for process in psutil.Process().children(recursive=True):
-            if process.pid not in self.before:
-                with suppress(psutil.NoSuchProcess):
-                    self._cpu_s[process.pid] = sum(process.cpu_times()[:2])
-
-    @property
-    def cpu_s(self) -> float:
-        return sum(self._cpu_s.values())
-
-
-def medians_s(calls: Mapping[str, Callable[[], Any]], count: int) -> dict[str, float]:
-    """The median of each side, from `count` calls of each, a few at a time in turns, the other side first each time."""
+def timed(part: str, calls: Mapping[str, Callable[[], Any]], count: int) -> dict[str, float]:
+    """Return each side's median in ms, from `count` calls of each, a few at a time in turns, the other side first each
+    time."""
     seconds: dict[str, list[float]] = {side: [] for side in calls}
     in_a_row = max(1, min(CALLS_IN_A_ROW, count // 4))
     order = list(calls)
@@ -226,24 +153,43 @@ def medians_s(calls: Mapping[str, Callable[[], Any]], count: int) -> dict[str, f
                 calls[side]()
                 seconds[side].append(time.perf_counter() - began)
         order.reverse()
-    return {side: statistics.median(taken) for side, taken in seconds.items()}
+    return {f"{side}: {part}": 1e3 * statistics.median(taken) for side, taken in seconds.items()}
 
 
-def wait_until_gone(pids: Iterable[int]) -> None:
-    """Until the processes have ended and Ray has put away those that only helped to start them."""
+def time_start(start: Start) -> tuple[float, float]:
+    """Return the seconds from nothing to the first answered call of two workers, and the CPU seconds of all processes
+    that were not there before. Those are read while they live: Ray's raylet lets the kernel forget what they used."""
+    before = cpu_s_by_pid()
+    began = time.perf_counter()
+    team = start(NUM_WORKERS)
+    used = cpu_s_by_pid()  # takes 2 ms, and processes that only helped to start are soon gone
+    team.noop()
+    seconds = time.perf_counter() - began
+    pids = set(team.pids())
+    if old := pids & before.keys():
+        raise RuntimeError(f"processes {sorted(old)} were running before the start-up that was to start them")
+    used |= cpu_s_by_pid()
+    team.stop()
+    # Those that only helped to start the others, which Ray keeps without work, are to be gone as well.
     deadline = time.monotonic() + GONE_WITHIN_S
-    while leftovers := [pid for pid in pids if psutil.pid_exists(pid)] + idle_ray_workers():
+    while left := [p.pid for p in psutil.Process().children(recursive=True) if p.pid in pids or is_kept_by_ray(p)]:
         if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"processes {leftovers} were still there {GONE_WITHIN_S:g} s after the end of their team"
-            )
+            raise RuntimeError(f"processes {left} were still there {GONE_WITHIN_S:g} s after the end of their team")
         time.sleep(0.05)
+    return seconds, sum(cpu_s for pid, cpu_s in used.items() if pid not in before)
 
 
-def idle_ray_workers() -> list[int]:
-    found = []
-    for process in psutil.Process().children(recursive=True):
+def cpu_s_by_pid() -> dict[int, float]:
+    """Return those of this process and all below it, Ray's included; children that ended count with parents."""
+    found: dict[int, float] = {}
+    own = psutil.Process()
+    for process in [own, *own.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
-            if process.cmdline()[:1] == ["ray::IDLE"]:
-                found.append(process.pid)
+            found[process.pid] = sum(process.cpu_times()[:4])
     return found
+
+
+def is_kept_by_ray(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.cmdline()[:1] == ["ray::IDLE"]
+    return False

@@ -1,9 +1,7 @@
-"""Reward model and policy taking turns on one GPU: how much memory is free while the reward model sleeps, and how long
-it takes to wake. Needs a CUDA device: `python -m bench.reward_gpu --out FOLDER`.
+"""`python -m bench.reward_gpu`: a reward model and a policy that take turns on one CUDA device.
 
-    the replica by itself    memory asleep and awake, by PyTorch and by the device; sleeping and waking against one copy
-                             of the same bytes from pinned memory
-    in a training run        a policy that learns from the reward model's scores; the device's memory in each phase
+the replica by itself    memory asleep and awake; sleeping and waking against one copy of the same bytes
+in a training run        a policy that learns from the reward model's scores; the device's memory in each phase
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ import torch
 from bench.gpu import timed
 from bench.harness import RESULTS, environment, free_memory
 from bench.models import save_random
+from bench.reward_ours import write_classifier
 from practicum import Config, Trainer
 from practicum.config import RewardModelConfig
 from practicum.controller import RayResourcePool
@@ -37,17 +35,12 @@ _MIB = 1 << 20
 
 def save_models(folder: Path) -> None:
     """Write random weights: a policy of 0.2 and a reward model of 1.6 billion parameters."""
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
-    words: dict[str, Any] = {"vocab_size": 18, "max_position_embeddings": 256, "num_attention_heads": 16}
-    policy = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
-    judge = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_labels": 1}
+    words = {"max_position_embeddings": 256, "num_attention_heads": 16}
+    policy = {"vocab_size": 18, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
+    judge = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24}
     save_random(folder / "policy", "llama", make_tokenizer(), device="cuda", **words, **policy)
-    torch.manual_seed(0)
     with torch.device("cuda"):
-        config = LlamaConfig(**words, **judge, eos_token_id=1, bos_token_id=None)
-        LlamaForSequenceClassification(config).bfloat16().save_pretrained(folder / "judge")
-    make_tokenizer().save_pretrained(folder / "judge")
+        write_classifier(folder / "judge", "bfloat16", **words, **judge)
     free_memory()
 
 
@@ -58,11 +51,10 @@ def used_mib() -> float:
 
 
 async def replica_alone(folder: Path) -> dict[str, Any]:
-    before = used_mib()
+    before, woken, slept = used_mib(), [], []
     with RayResourcePool([1], use_gpu=True) as pool:
         config = RewardModelConfig(path=str(folder / "judge"), dtype="bfloat16")
         async with RewardModelManager(config, pool) as models:
-            rows, woken, slept = [], [], []
             for _ in range(_ROUNDS):
                 (asleep,), on_device = await models.memory(), used_mib()
                 start = time.perf_counter()
@@ -71,9 +63,7 @@ async def replica_alone(folder: Path) -> dict[str, Any]:
                     (awake,), on_device_awake = await models.memory(), used_mib()
                     start = time.perf_counter()
                 slept.append(time.perf_counter() - start)
-                assert asleep is not None and awake is not None
-                rows.append((asleep, awake, on_device, on_device_awake))
-    asleep, awake, on_device, on_device_awake = rows[-1]
+    assert asleep is not None and awake is not None
     assert awake.device_reserved is not None and asleep.device_reserved is not None
     return {
         "weights_mib": awake.weights / _MIB, "device_before_mib": before, "device_asleep_mib": on_device,
@@ -103,26 +93,21 @@ def waking_against_a_copy(folder: Path) -> dict[str, float]:
     copied = [timed(partial(there.copy_, host, non_blocking=True)) for _ in range(_ROUNDS)]
     free_memory()
     wake_s, copy_s = statistics.median(woken), statistics.median(copied)
-    return {
-        "wake_s": wake_s,
-        "copy_s": copy_s,
-        "wake_over_copy": wake_s / copy_s,
-        "copy_gb_per_s": weights.num_bytes / copy_s / 1e9,
-    }
+    copy_gb_per_s = weights.num_bytes / copy_s / 1e9
+    return {"wake_s": wake_s, "copy_s": copy_s, "wake_over_copy": wake_s / copy_s, "copy_gb_per_s": copy_gb_per_s}
 
 
 def training_run(folder: Path) -> dict[str, Any]:
+    """Return what the device held at the beginning, at most and at the end of each phase of each step."""
     train, _ = all_problems(0, 100)
     write_problems(folder / "train.jsonl", train[:256])
-    config = Config.from_tree(
-        {
-            "model": {"path": str(folder / "policy"), "dtype": "bfloat16"},
-            "data": {"train": str(folder / "train.jsonl"), "prompts_per_step": 32, "max_prompt_tokens": 32},
-            "rollout": {"answers_per_prompt": 8, "max_new_tokens": 32},
-            "reward": {"grader": "classifier", "model": {"path": str(folder / "judge"), "dtype": "bfloat16"}},
-            "trainer": {"steps": 4, "run_dir": str(folder / "run"), "checkpoint_every": 0, "device": "cuda"},
-        }
-    )
+    tree = {
+        "model": {"path": str(folder / "policy"), "dtype": "bfloat16"},
+        "data": {"train": str(folder / "train.jsonl"), "prompts_per_step": 32, "max_prompt_tokens": 32},
+        "rollout": {"answers_per_prompt": 8, "max_new_tokens": 32},
+        "reward": {"grader": "classifier", "model": {"path": str(folder / "judge"), "dtype": "bfloat16"}},
+        "trainer": {"steps": 4, "run_dir": str(folder / "run"), "checkpoint_every": 0, "device": "cuda"},
+    }
     seen: list[tuple[float, float]] = []
     stop = threading.Event()
 
@@ -131,26 +116,18 @@ def training_run(folder: Path) -> dict[str, Any]:
             seen.append((time.perf_counter(), used_mib()))
 
     threading.Thread(target=watch, daemon=True).start()
-    steps = []
-    for step in Trainer(config).steps():
-        steps.append(_most_by_phase(step.metrics, time.perf_counter(), seen))
+    steps: list[dict[str, dict[str, float]]] = []
+    for step in Trainer(Config.from_tree(tree)).steps():
+        steps.append({})
+        start = time.perf_counter() - step.metrics["time/step_s"]
+        for phase in ("rollout", "reward", "update"):
+            seconds = step.metrics[f"time/{phase}_s"]
+            held = [used for at, used in seen if start <= at <= start + seconds]
+            if held:
+                steps[-1][phase] = {"seconds": seconds, "first": held[0], "most": max(held), "last": held[-1]}
+            start += seconds
     stop.set()
     return {"device_mib_by_phase": steps}
-
-
-def _most_by_phase(
-    metrics: Mapping[str, float], end: float, seen: Sequence[tuple[float, float]]
-) -> dict[str, dict[str, float]]:
-    """Return what the device held at the beginning, at most and at the end of each phase of a step."""
-    phases: dict[str, dict[str, float]] = {}
-    start = end - metrics["time/step_s"]
-    for phase in ("rollout", "reward", "update"):
-        seconds = metrics[f"time/{phase}_s"]
-        within = [used for at, used in seen if start <= at <= start + seconds]
-        if within:
-            phases[phase] = {"seconds": seconds, "first": within[0], "most": max(within), "last": within[-1]}
-        start += seconds
-    return phases
 
 
 def main() -> None:
@@ -161,12 +138,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_models(folder)
-        found = {
-            "environment": {**environment("python -m bench.reward_gpu"), "device": torch.cuda.get_device_name()},
-            "waking": waking_against_a_copy(folder),
-            "replica": asyncio.run(replica_alone(folder)),
-            "training": training_run(folder),
-        }
+        where = {**environment("python -m bench.reward_gpu"), "device": torch.cuda.get_device_name()}
+        waking = waking_against_a_copy(folder)
+        replica = asyncio.run(replica_alone(folder))
+        found = {"environment": where, "waking": waking, "replica": replica, "training": training_run(folder)}
     text = json.dumps(found, indent=1)
     print(text)
     out.mkdir(parents=True, exist_ok=True)

@@ -1,43 +1,36 @@
 """The work all sides of the `reward` benchmark do: made-up answers with the scores they deserve, and how to time them.
 
     take_steps(pack) ──▶ per step and case:  new samples in the side's own form   not timed
-                                             graded a few times                   median seconds, CPU seconds of all
+                                             graded a few times                   `SIDE: CASE: METRIC`
                                              each score compared with the one that the answer deserves
 
-Samples are the same for all sides that ask with the same seed, and new in every step: SymPy remembers much of what it
-was asked, and the same answers would cost less and less. All sides import this in environments of their own; it needs
-psutil.
+Samples are new in every step: SymPy remembers much of what it was asked, and the same answers would cost less and less.
+All sides import this in environments of their own.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
-
-import psutil
+from typing import Any
 
 from bench.contestant import Line, step
-from bench.controller_work import RAY_SETTINGS
-from bench.reward_functions import ASYNC, MATH, MATH_IN_THREAD, MISDEEDS, RAISE, RULE, SYNC
+from bench.controller_work import RAY_SETTINGS, cpu_s_by_pid
+from bench.reward_functions import ASYNC, AT_A_TIME, MATH, MISDEEDS, RAISE, RULE, SLEEP_S, SYNC
 
 NUM_WORKERS = 2
-CONCURRENCY = 256
-NUM_PROCESSES = 32
-SECONDS, CPU, LOST = "seconds", "cpu_s", "lost"
+CALL_MS, RATE, CPU_MS, IDEAL = "ms per call", "samples/s", "CPU ms per sample", "s / ideal s"
+SHARE = "share of two cores used"
+LOST = "samples with neither their score nor a stated failure"
 
 # For all sides alike. What a worker started ends with it, as when our controller starts Ray.
-SETTINGS = {
-    **RAY_SETTINGS,
-    "RAY_process_group_cleanup_enabled": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-}
+SETTINGS = RAY_SETTINGS | {"RAY_process_group_cleanup_enabled": "1"}
+SETTINGS |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 
 # What is graded
@@ -55,9 +48,9 @@ _SENTENCES = (
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An answer. Those to the same prompt have the same number."""
+    """An answer."""
 
-    prompt: int
+    prompt: int  # its number
     text: str
     truth: str
     value: float | None  # None: cannot be graded
@@ -90,7 +83,7 @@ def math_items(num: int, seed: int = 0) -> list[Item]:
     items = []
     for i in range(num):
         if i % ANSWERS_PER_PROMPT == 0:
-            truth, right, wrong = _PROBLEMS[i // ANSWERS_PER_PROMPT % len(_PROBLEMS)](chance)
+            truth, right, wrong = _problem(_KINDS[i // ANSWERS_PER_PROMPT % len(_KINDS)], chance)
         is_right = chance.random() < SHARE_RIGHT
         work = " ".join(chance.choices(_SENTENCES, k=chance.randint(6, 40)))
         text = rf"{work} The answer is $\boxed{{{right if is_right else wrong}}}$."
@@ -98,143 +91,114 @@ def math_items(num: int, seed: int = 0) -> list[Item]:
     return items
 
 
-Problem = tuple[str, str, str]  # the ground truth, the same written in another way, and a wrong answer
-
-
-def _integer(chance: random.Random) -> Problem:
-    number = chance.randint(1000, 99_999)
-    return str(number), f"{number:,}".replace(",", "{,}"), str(number + 1)
-
-
-def _fraction(chance: random.Random) -> Problem:
-    above, below, factor = chance.randint(2, 99), chance.randint(2, 99), chance.randint(2, 9)
-    truth, right = rf"\frac{{{above}}}{{{below}}}", rf"\frac{{{factor * above}}}{{{factor * below}}}"
-    return truth, right, rf"\frac{{{above + 1}}}{{{below}}}"
-
-
-def _decimal(chance: random.Random) -> Problem:
-    quarters = 4 * chance.randint(1, 50) + 1
-    return rf"\frac{{{quarters}}}{{4}}", str(quarters / 4), str(quarters / 4 + 1)
-
-
-def _root(chance: random.Random) -> Problem:
-    a, b, c = chance.randint(2, 30), chance.randint(2, 30), chance.choice((2, 3, 5, 7, 11))
-    return rf"{a} + {b}\sqrt{{{c}}}", rf"{b}\sqrt{{{c}}} + {a}", rf"{a} - {b}\sqrt{{{c}}}"
-
-
-def _polynomial(chance: random.Random) -> Problem:
-    a, b = chance.randint(1, 20), chance.randint(1, 20)
-    return f"(x+{a})(x+{b})", f"x^2+{a + b}x+{a * b}", f"x^2+{a + b}x+{a * b + 1}"
-
-
-def _pair(chance: random.Random) -> Problem:
-    a, b = chance.randint(1, 50), chance.randint(1, 50)
-    return rf"({a}, \frac{{{b}}}{{2}})", f"({a}, {b / 2})", rf"({a}, \frac{{{b + 1}}}{{2}})"
-
-
 # As in the usual datasets, most answers are numbers; the others take math-verify ten times as long.
-_PROBLEMS: tuple[Callable[[random.Random], Problem], ...] = (
-    *(_integer, _fraction, _integer, _root, _integer, _decimal, _integer, _polynomial),
-    *(_integer, _fraction, _integer, _root, _integer, _decimal, _fraction, _pair),
+_KINDS = (
+    *("integer", "fraction", "integer", "root", "integer", "decimal", "integer", "polynomial"),
+    *("integer", "fraction", "integer", "root", "integer", "decimal", "fraction", "pair"),
 )
+
+
+def _problem(kind: str, chance: random.Random) -> tuple[str, str, str]:
+    """Return the ground truth, the same written in another way, and a wrong answer."""
+    number, a, b, c = chance.randint(1000, 99_999), chance.randint(2, 50), chance.randint(2, 50), chance.randint(2, 9)
+    fraction = r"\frac{%d}{%d}"
+    if kind == "integer":
+        return str(number), f"{number:,}".replace(",", "{,}"), str(number + 1)
+    if kind == "fraction":
+        return fraction % (a, b), fraction % (c * a, c * b), fraction % (a + 1, b)
+    if kind == "decimal":
+        return fraction % (4 * a + 1, 4), str(a + 0.25), str(a + 1.25)
+    if kind == "root":
+        root = rf"{b}\sqrt{{{chance.choice((2, 3, 5, 7, 11))}}}"
+        return f"{a} + {root}", f"{root} + {a}", f"{a} - {root}"
+    if kind == "polynomial":
+        return f"(x+{a})(x+{b})", f"x^2+{a + b}x+{a * b}", f"x^2+{a + b}x+{a * b + 1}"
+    assert kind == "pair"
+    return f"({a}, {fraction % (b, 2)})", f"({a}, {b / 2})", f"({a}, {fraction % (b + 1, 2)})"
 
 
 # How it is timed
 
 MAKERS: Mapping[str, Callable[[int, int], list[Item]]] = {
-    RULE: rule_items, MATH: math_items, MATH_IN_THREAD: math_items, ASYNC: rule_items, SYNC: rule_items,
+    RULE: rule_items, MATH: math_items, ASYNC: rule_items, SYNC: rule_items,
     RAISE: lambda num, seed: hostile_items(num, ["raise"], seed),
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """How much of one case a step does."""
-
-    num_samples: int
-    num_calls: int = 1
+Loads = Mapping[str, Sequence[int]]  # how many samples of each case a step grades, and how often
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a side is given to do. `tokenizer` is a folder; `manager` is for sides that have several."""
+    """What a side is given to do. `tokenizer` is a folder."""
 
     tokenizer: str
-    loads: Mapping[str, Load]
-    manager: str = ""
+    loads: Loads
 
     def dump(self) -> str:
+        """Return it as JSON, for `Job(**json.loads(...))` on the other side of a command line."""
         return json.dumps(asdict(self))
 
-    @classmethod
-    def parse(cls, text: str) -> Job:
-        fields: dict[str, Any] = json.loads(text)
-        return cls(**{**fields, "loads": {case: Load(**load) for case, load in fields["loads"].items()}})
+
+# Samples in a side's own form: a call that grades them, which is timed, and one that reads the scores from what that
+# returned, in the order of the samples, None for a stated failure.
+Batch = tuple[Callable[[], Any], Callable[[Any], Sequence[float | None]]]
 
 
-class Batch(Protocol):
-    """Samples of one case in a side's own form."""
+def take_steps(
+    line: Line, job: Job, packages: Iterable[str], side: str, pack: Callable[[str, list[Item]], Batch]
+) -> None:
+    """Be a contestant that grades each case of its job, once its workers are up."""
 
-    def grade(self) -> Any:
-        """Grade them. This is timed."""
+    def measure(seed: int) -> dict[str, float]:
+        found = {}
+        for case, (num_samples, num_calls) in job.loads.items():
+            items = MAKERS[case](num_samples, seed)
+            batch = pack(case, items)
+            numbers = {LOST: num_lost(items, batch)} if case == RAISE else timed(case, items, batch, num_calls)
+            found.update({f"{side}: {case}: {metric}": value for metric, value in numbers.items()})
+        return found
 
-    def values(self, graded: Any) -> Sequence[float | None]:
-        """Return the scores in the order of the samples, from what `grade` returned; None for a stated failure."""
+    serve(line, packages, measure)
 
 
-def take_steps(line: Line, job: Job, packages: Iterable[str], pack: Callable[[str, list[Item]], Batch]) -> None:
-    """Be a contestant, once its workers are up."""
-    seed = -1
+def serve(line: Line, packages: Iterable[str], measure: Callable[[int], dict[str, float]]) -> None:
+    """Be a contestant whose steps return numbers. Each step gets a seed of its own."""
+    seeds = itertools.count()
 
     def take_step(_: str) -> dict[str, Any]:
-        nonlocal seed
-        seed += 1
-        began, parts = time.perf_counter(), {}
-        for case, load in job.loads.items():
-            items = MAKERS[case](load.num_samples, seed)
-            batch = pack(case, items)
-            measured = {LOST: num_lost(items, batch)} if case == RAISE else timed(items, batch, load.num_calls)
-            parts.update({part_of(case, what): value for what, value in measured.items()})
-        return step(time.perf_counter() - began, 1, **parts)
+        began = time.perf_counter()
+        found = measure(next(seeds))
+        return step(time.perf_counter() - began, 1, **found)
 
     line.serve(packages, take_step)
 
 
-def part_of(case: str, what: str) -> str:
-    return f"{case}: {what}"
-
-
-def timed(items: Sequence[Item], batch: Batch, num_calls: int) -> dict[str, float]:
-    """Return median seconds and mean CPU seconds of a call. A score that an answer does not deserve is an error."""
-    seconds = []
-    graded = None
-    cpu_before = cpu_s()
+def timed(case: str, items: Sequence[Item], batch: Batch, num_calls: int) -> dict[str, float]:
+    """Return what calls cost, by the median seconds and the mean CPU seconds. A wrong score is an error."""
+    grade, read = batch
+    times = []
+    cpu_before = sum(cpu_s_by_pid().values())
     for _ in range(num_calls):
         began = time.perf_counter()
-        graded = batch.grade()
-        seconds.append(time.perf_counter() - began)
-    used_s = cpu_s() - cpu_before
-    wrong = [item for item, value in zip(items, batch.values(graded), strict=True) if value != item.value]
+        graded = grade()
+        times.append(time.perf_counter() - began)
+    used_s = (sum(cpu_s_by_pid().values()) - cpu_before) / num_calls
+    seconds, num = statistics.median(times), len(items)
+    wrong = [item for item, value in zip(items, read(graded), strict=True) if value != item.value]
     if wrong:
-        raise RuntimeError(f"{len(wrong)} of {len(items)} scores are wrong; the first is that of {wrong[0]}")
-    return {SECONDS: statistics.median(seconds), CPU: used_s / num_calls}
+        raise RuntimeError(f"{len(wrong)} of {num} scores are wrong; the first is that of {wrong[0]}")
+    numbers = {CALL_MS: 1e3 * seconds, RATE: num / seconds, CPU_MS: 1e3 * used_s / num}
+    numbers[SHARE] = used_s / (NUM_WORKERS * seconds)
+    if case in AT_A_TIME:  # a call cannot be divided, so in the least time the last ones take as long as the others
+        numbers[IDEAL] = seconds / (SLEEP_S * -(-num // AT_A_TIME[case]))
+    return numbers
 
 
 def num_lost(items: Sequence[Item], batch: Batch) -> int:
     """Count samples that end with neither the score they deserve nor a stated failure: all, if grading raises."""
+    grade, read = batch
     try:
-        values = batch.values(batch.grade())
+        values = read(grade())
     except Exception as error:
         print(f"grading a batch with answers that raise failed: {type(error).__name__}")
         return len(items)
     return sum(value != item.value for item, value in zip(items, values, strict=True))
-
-
-def cpu_s() -> float:
-    """Return those of this process and all below it, Ray's included; children that ended count with parents."""
-    total = 0.0
-    own = psutil.Process()
-    for process in [own, *own.children(recursive=True)]:
-        with suppress(psutil.NoSuchProcess):
-            total += sum(process.cpu_times()[:4])
-    return total

@@ -1,9 +1,8 @@
 """`router`: our reward router against verl's naive one, the Rust routers of SGLang and vLLM, nginx and haproxy.
 
-Here is what every case needs: how each router is started, workers and routers that are up. The cases are in
-router_load.py (throughput, latency, choosing a worker) and router_faults.py (makespan, faults, soak), the emulated
-workers and the client in router_work.py. All contestants get the same workers. Where speed is measured, a peer runs as
-lean as it can; where faults are, it gets the retries, health checks and time limits that it has.
+Here is how each router is started: as lean as it can be where speed is measured, with the retries, health checks and
+time limits that it has where faults are. The cases are in router_load.py and router_faults.py, the emulated workers and
+the client in router_work.py.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.harness import ContestantError, Options, Outcome, Peer, Row, UsageError
-from bench.router_work import PATH, Worker
+from bench.harness import ContestantError, Options, Outcome, Peer, Row
+from bench.router_work import ABOUT, PATH, Worker, fetch
 from bench.turns import Program, free_ports, is_listened_to, unpacked
 
 OURS = "practicum"
-OUR_PROGRAM = Path(sys.executable).with_name("practicum")
 START_S = 60.0
 KILOBYTE = 1024  # a request to grade a long answer, or a short one's prompt, is about that long
 NGINX_RETRIES = "error timeout http_500 http_502 http_503 http_504 non_idempotent"
@@ -35,11 +34,11 @@ def run(options: Options) -> Outcome:
     """`--ours "--policy least_requests"` gives our router more arguments."""
     from bench import router_faults, router_load
 
-    names = contestants(options.peer)
+    names = contestants(options)
     rows: list[Row] = []
     where: dict[str, Any] = {"our_arguments": list(options.ours), "uvloop": version("uvloop")}
     with tempfile.TemporaryDirectory(prefix="bench-router-") as folder:
-        for cases, measure in (*router_load.CASES, *router_faults.CASES, *router_load.LAST_CASES):
+        for cases, measure in (*router_load.CASES, *router_faults.CASES):
             wanted = [case for case in cases if options.wants(case)]
             if wanted:
                 start = time.monotonic()
@@ -51,27 +50,37 @@ def run(options: Options) -> Outcome:
     return Outcome(rows, where)
 
 
-def contestants(asked: str | None) -> list[str]:
+def contestants(options: Options) -> list[str]:
     """Return ours, and all peers unless one or none was asked for."""
     peers = [name for name in ROUTERS if name != OURS]
-    if asked == "none":
+    if not options.has_peer(peers):
         return [OURS]
-    if asked is not None and asked not in peers:
-        raise UsageError(f"peer {asked!r} is not known here; known: {', '.join(peers)}, none.")
-    return [OURS, *(peers if asked is None else [asked])]
+    return [OURS, *([options.peer] if options.peer else peers)]
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
-    """A running router."""
+class Setup:
+    """What a router is started with."""
 
-    name: str
+    folder: Path  # for files of its own
     port: int
-    program: Program
+    workers: Sequence[int]  # their ports on the loopback interface
+    arguments: Sequence[str] = ()  # more of them, for ours
+    lean: bool = False  # speed is all that counts
+    response_timeout_s: float | None = None  # set where faults are measured: give up on a worker after that long
 
-    def wait(self) -> None:
-        """Wait until it forwards a request and the response."""
-        self.program.wait_until(lambda: _responds(self.port), START_S)
+    @property
+    def urls(self) -> list[str]:
+        return [f"http://127.0.0.1:{port}" for port in self.workers]
+
+
+class Router(Program):
+    """A router that has been started."""
+
+    def __init__(self, name: str, setup: Setup) -> None:
+        command, env = ROUTERS[name](setup)
+        super().__init__(f"{name}-{setup.port}", command, setup.folder, env)  # its log needs a name of its own
+        self.name, self.port = name, setup.port
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,107 +93,77 @@ class Stage:
     stack: ExitStack
     arguments: Sequence[str] = ()  # of our router
 
-    @property
-    def peers(self) -> list[str]:
-        return [name for name in self.names if name != OURS]
-
-    def open_router(
-        self,
-        name: str,
-        workers: Sequence[int],
-        *,
-        lean: bool = False,
-        response_timeout_s: float | None = None,
-        more: Sequence[str] = (),
-    ) -> Router:
-        """Start one; the caller waits for it, so that several can start at the same time."""
-        port = free_ports(1)[0]
-        setup = Setup(self.folder, port, workers, lean, response_timeout_s, (*self.arguments, *more))
-        command, env = ROUTERS[name](setup)
-        program = Program(f"{name}-{port}", command, self.folder, env)
-        return Router(name, port, self.stack.enter_context(program))
-
-    def open_all(self, workers: Sequence[int]) -> list[Router]:
-        """Start a lean router of each contestant in front of the same workers."""
-        routers = [self.open_router(name, workers, lean=True) for name in self.names]
+    def open_routers(self, wanted: Sequence[tuple[str, Sequence[int], Sequence[str]]], **how: Any) -> list[Router]:
+        """Start routers side by side, each a name, its workers' ports and more arguments. Return them once they forward
+        requests and responses."""
+        routers = []
+        for name, workers, more in wanted:
+            setup = Setup(self.folder, free_ports(1)[0], workers, (*self.arguments, *more), **how)
+            routers.append(self.stack.enter_context(Router(name, setup)))
         for router in routers:
-            router.wait()
+            router.wait_until(partial(_responds, router.port), START_S)
         return routers
+
+    def open_everyone(self, workers: Sequence[int]) -> list[Router]:
+        """Start a lean router of each contestant in front of the same workers."""
+        return self.open_routers([(name, workers, ()) for name in self.names], lean=True)
 
     def open_light_workers(self, count: int) -> tuple[Program, list[int]]:
         """Start workers that cost next to nothing, so that the router is the slowest: one nginx, several ports."""
         ports = free_ports(count)
         listens = "".join(f"listen 127.0.0.1:{port};" for port in ports)
-        http_block = f"server {{ {listens} location / {{ return 200 '{light_response()}'; }} }}"
-        command, env = nginx_command(self.folder / f"workers-{ports[0]}", http_block)
-        program = self.stack.enter_context(Program(f"workers-{ports[0]}", command, self.folder, env))
-        wait_for_ports(program, ports)
+        http_block = f"server {{ {listens} location / {{ return 200 '{LIGHT_RESPONSE}'; }} }}"
+        name = f"workers-{ports[0]}"
+        command, env = nginx_command(self.folder / name, http_block)
+        program = self.stack.enter_context(Program(name, command, self.folder, env))
+        program.wait_until(partial(_listen, ports), START_S)
         return program, ports
 
-    def open_workers(self, workers: Sequence[Worker]) -> Program:
-        """Start emulated workers in one process."""
-        return self.stack.enter_context(Program(f"workers-{workers[0].port}", Worker.command(workers), self.folder))
+    def open_workers(self, teams: Sequence[Sequence[Worker]]) -> list[Program]:
+        """Start emulated workers, a process for each team, and wait for them."""
+        programs = [
+            self.stack.enter_context(Program(f"workers-{team[0].port}", Worker.command(team), self.folder))
+            for team in teams
+        ]
+        for program, team in zip(programs, teams, strict=True):
+            program.wait_until(partial(_listen, [worker.port for worker in team]), START_S)
+        return programs
 
 
-def wait_for_ports(program: Program, ports: Sequence[int]) -> None:
-    program.wait_until(lambda: all(is_listened_to(port) for port in ports), START_S)
+def _listen(ports: Sequence[int]) -> bool:
+    return all(map(is_listened_to, ports))
 
 
-def light_response() -> str:
-    """Return a kilobyte that also satisfies peers that ask a worker about itself."""
-    fields = {"id": "0", "worker": "light", "status": "ok", "model_path": "m", "object": "list", "data": [], "text": ""}
-    fields["text"] = "x" * (KILOBYTE - len(json.dumps(fields)))
-    return json.dumps(fields)
+def padded(name: str, fields: Mapping[str, Any]) -> str:
+    """Return a JSON object of a kilobyte, filled up with a field of this name."""
+    return json.dumps({**fields, name: "x" * (KILOBYTE - len(json.dumps({**fields, name: ""})))})
 
 
-def light_request() -> str:
-    fields = {"model": "m", "max_tokens": 1, "prompt": ""}
-    fields["prompt"] = "x" * (KILOBYTE - len(json.dumps(fields)))
-    return json.dumps(fields)
+LIGHT_REQUEST = padded("prompt", {"model": "m", "max_tokens": 1})
+# It also satisfies peers that ask a worker about itself.
+LIGHT_RESPONSE = padded("text", {"id": "0", "worker": "light", **json.loads(ABOUT)})
 
 
 def _responds(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5.0)
-    body = json.dumps({"model": "m", "max_tokens": 1, "prompt": "0 0 ready?"})
     try:
-        connection.request("POST", PATH, body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        return response.status == 200 and json.loads(response.read()).get("worker") is not None
+        answer = fetch(port, PATH, json.dumps({"model": "m", "max_tokens": 1, "prompt": "0 0 ready?"}))
+        return answer.get("worker") is not None
     except (OSError, http.client.HTTPException):
         return False
     except ValueError as error:
         raise ContestantError(f"the router at port {port} changed a worker's response: {error}") from None
-    finally:
-        connection.close()
 
 
 # How each router is started: its command, and what to add to the environment
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    folder: Path  # for files of its own
-    port: int
-    workers: Sequence[int]  # their ports on the loopback interface
-    lean: bool = False  # speed is all that counts
-    response_timeout_s: float | None = None  # set where faults are measured: give up on a worker after that long
-    arguments: Sequence[str] = ()  # more of them, for ours
-
-    @property
-    def urls(self) -> list[str]:
-        return [f"http://127.0.0.1:{port}" for port in self.workers]
-
 
 Launch = tuple[Sequence[str], Mapping[str, str]]
 
 
 def ours(setup: Setup) -> Launch:
-    if not OUR_PROGRAM.exists():
-        raise UsageError(f"{OUR_PROGRAM} is missing: run the benchmark with the project's own interpreter.")
     workers = [part for url in setup.urls for part in ("--worker", url)]
     timeout = [] if setup.response_timeout_s is None else ["--response-timeout", str(setup.response_timeout_s)]
     place = ["--host", "127.0.0.1", "--port", str(setup.port)]
-    return [str(OUR_PROGRAM), "router", *workers, *place, *timeout, *setup.arguments], {}
+    return [sys.executable, "-m", "practicum", "router", *workers, *place, *timeout, *setup.arguments], {}
 
 
 def naive(setup: Setup) -> Launch:
@@ -192,18 +171,14 @@ def naive(setup: Setup) -> Launch:
     return [Peer("verl").python, "-m", "bench.peers.verl_router", str(setup.port), *setup.urls], {}
 
 
-def rust_router(name: str, log_level: str) -> Callable[[Setup], Launch]:
+def rust_router(name: str, log_level: str, setup: Setup) -> Launch:
     """Two cousins. Their default policy looks at the text, which costs: where speed counts they use round robin."""
-
-    def launch(setup: Setup) -> Launch:
-        place = ["--host", "127.0.0.1", "--port", str(setup.port), "--prometheus-port", str(free_ports(1)[0])]
-        policy = ["--policy", "round_robin"] if setup.lean else []
-        timeout_s = setup.response_timeout_s
-        timeout = [] if timeout_s is None else ["--request-timeout-secs", str(max(1, round(timeout_s)))]
-        urls = ["--worker-urls", *setup.urls, "--log-level", log_level]
-        return [Peer(name).python, "-m", f"{name}.launch_router", *place, *policy, *timeout, *urls], {}
-
-    return launch
+    place = ["--host", "127.0.0.1", "--port", str(setup.port), "--prometheus-port", str(free_ports(1)[0])]
+    policy = ["--policy", "round_robin"] if setup.lean else []
+    timeout_s = setup.response_timeout_s
+    timeout = [] if timeout_s is None else ["--request-timeout-secs", str(max(1, round(timeout_s)))]
+    urls = ["--worker-urls", *setup.urls, "--log-level", log_level]
+    return [Peer(name).python, "-m", f"{name}.launch_router", *place, *policy, *timeout, *urls], {}
 
 
 def nginx(setup: Setup) -> Launch:
@@ -239,12 +214,12 @@ def nginx_command(folder: Path, http: str) -> Launch:
 
 def haproxy(setup: Setup) -> Launch:
     program, env = unpacked("haproxy", "usr/sbin/haproxy")
-    checked = "" if setup.lean else " check"
-    servers = "\n".join(f"  server w{i} 127.0.0.1:{port}{checked}" for i, port in enumerate(setup.workers))
     timeout_s = 60.0 if setup.response_timeout_s is None else setup.response_timeout_s
-    checks = "" if setup.lean else "  option httpchk GET /health"
-    retries = "" if setup.response_timeout_s is None else "  option redispatch 1\n  retry-on all-retryable-errors"
-    path = setup.folder / f"haproxy-{setup.port}.conf"
+    lines = [] if setup.lean else ["option httpchk GET /health"]
+    lines += [] if setup.response_timeout_s is None else ["option redispatch 1", "retry-on all-retryable-errors"]
+    check = "" if setup.lean else " check"
+    lines += [f"server w{i} 127.0.0.1:{port}{check}" for i, port in enumerate(setup.workers)]
+    backend, path = "\n  ".join(lines), setup.folder / f"haproxy-{setup.port}.conf"
     path.write_text(f"""
 global
   nbthread 1
@@ -260,9 +235,7 @@ frontend front
 backend workers
   balance leastconn
   http-reuse always
-{checks}
-{retries}
-{servers}
+  {backend}
 """)
     return [program, "-db", "-f", str(path)], env
 
@@ -270,8 +243,8 @@ backend workers
 ROUTERS: dict[str, Callable[[Setup], Launch]] = {
     OURS: ours,
     "naive": naive,
-    "sglang_router": rust_router("sglang_router", "warn"),
-    "vllm_router": rust_router("vllm_router", "warning"),
+    "sglang_router": partial(rust_router, "sglang_router", "warn"),
+    "vllm_router": partial(rust_router, "vllm_router", "warning"),
     "nginx": nginx,
     "haproxy": haproxy,
 }

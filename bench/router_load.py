@@ -1,11 +1,8 @@
 """How fast a router is: throughput and CPU time, latency, and ours alone: choosing a worker.
 
-    1 KB POST: wrk, 64 connections ──▶ router ──▶ 4 light workers (one nginx that answers by itself)
-    one connection: a blocking socket, one request at a time, straight to a worker and through each router in turn
-    choosing a worker: what a choice costs among a thousand workers, where 1 is what it costs among ten; no network
-
-Client and workers cost little, so the router is what is measured. Contestants take turns in front of the same workers;
-the others idle. `every head different` gives every request a header of its own.
+1 KB POST: wrk, 64 connections ──▶ router ──▶ 4 light workers (one nginx that answers by itself)
+one connection: a blocking socket, one request at a time, straight to a worker and through each router in turn
+choosing a worker: what a choice costs among a thousand workers, where 1 is what it costs among ten; no network
 """
 
 from __future__ import annotations
@@ -13,22 +10,24 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import resource
 import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
+
 from bench.harness import ContestantError, Outcome, Row, beside
-from bench.router import OURS, Router, Stage, light_request
+from bench.router import LIGHT_REQUEST, OURS, Router, Stage
 from bench.router_work import PATH, post
 from bench.turns import Plan, Program, Round, Step, Tally, Watch, others_share, take_rounds, unpacked
-from practicum.reward.router.http1 import RequestHead, RequestParser
+from practicum.reward.router.http1 import RequestParser
 from practicum.reward.router.policy import POLICIES
 from practicum.reward.router.pool import State, Upstream, UpstreamPool
 from practicum.reward.router.settings import RouterSettings
@@ -46,10 +45,9 @@ wrk.body = '%s'
 %s
 done = function(summary, latency, requests)
   local e = summary.errors
+  local failed = e.connect + e.read + e.write + e.status + e.timeout
   io.write(string.format(
-    '\\nRESULT {"requests": %%d, "duration_us": %%d, "p50_us": %%d, "p99_us": %%d, "failed": %%d}\\n',
-    summary.requests, summary.duration, latency:percentile(50), latency:percentile(99),
-    e.connect + e.read + e.write + e.status + e.timeout))
+    '\\nRESULT {"requests": %%d, "duration_us": %%d, "failed": %%d}\\n', summary.requests, summary.duration, failed))
 end
 """
 UNIQUE_HEADS = """
@@ -69,29 +67,26 @@ def load(stage: Stage, cases: Sequence[str]) -> Outcome:
     rows: list[Row] = []
     where: dict[str, Any] = {"load_rounds": plan.num_rounds, "load_turn_s": plan.steps_per_turn}
     workers, ports = stage.open_light_workers(NUM_WORKERS)
-    routers = stage.open_all(ports)
+    routers = stage.open_everyone(ports)
     for case in cases:
         script = write_script(stage.folder, case)
         direct = run_wrk(script, ports[0], plan.steps_per_turn)
-        where[f"{case}: a worker without router, requests/s"] = round(direct["requests"] / seconds(direct))
+        where[f"{case}: a worker without router, requests/s"] = round(direct.amount / direct.seconds)
         for router in routers if plan.warmup_steps else ():
             run_wrk(script, router.port, plan.warmup_steps)
         rounds = take_rounds(routers, plan, lambda it, script=script: turn(it, script, workers, plan.steps_per_turn))
         rows += load_rows(case, rounds)
         where[f"{case}: cpu_share_of_others"] = round(others_share(rounds), 3)
-        where[f"{case}: p99_us"] = {
-            name: round(statistics.median(one[name].steps[0].parts["p99_us"] for one in rounds)) for name in stage.names
-        }
     return Outcome(rows, where)
 
 
 def write_script(folder: Path, case: str) -> Path:
     path = folder / f"wrk-{case == DIFFERENT}.lua"
-    path.write_text(SCRIPT % (light_request(), UNIQUE_HEADS if case == DIFFERENT else ""))
+    path.write_text(SCRIPT % (LIGHT_REQUEST, UNIQUE_HEADS if case == DIFFERENT else ""))
     return path
 
 
-def run_wrk(script: Path, port: int, duration_s: int) -> dict[str, int]:
+def run_wrk(script: Path, port: int, duration_s: int) -> Step:
     program, env = unpacked("wrk", "usr/bin/wrk")
     size = ["-t1", f"-c{NUM_CONNECTIONS}", f"-d{duration_s}s", "--timeout", "10s"]
     command = [program, *size, "-s", str(script), f"http://127.0.0.1:{port}{PATH}"]
@@ -100,48 +95,40 @@ def run_wrk(script: Path, port: int, duration_s: int) -> dict[str, int]:
     return read_wrk(done.stdout + done.stderr)
 
 
-def read_wrk(text: str) -> dict[str, int]:
+def read_wrk(text: str) -> Step:
     """Read the line that our script has wrk print at its end."""
     lines = [line for line in text.splitlines() if line.startswith("RESULT ")]
     if len(lines) != 1:
         raise ContestantError(f"wrk gave no result but: {text.strip()[-500:]!r}")
     result: dict[str, int] = json.loads(lines[0].removeprefix("RESULT "))
-    return result
-
-
-def seconds(result: Mapping[str, int]) -> float:
-    return result["duration_us"] / 1e6
+    return Step(result["duration_us"] / 1e6, result["requests"], result)
 
 
 def turn(router: Router, script: Path, workers: Program, duration_s: int) -> Tally:
     """Put one router under load. A response other than 200 makes the numbers void."""
-    router_before, rest_before, watch = router.program.cpu_s(), workers.cpu_s() + _children_cpu_s(), Watch()
-    result = run_wrk(script, router.port, duration_s)
+
+    def cpu_s() -> tuple[float, float]:
+        """Return that of the router, and of the workers and programs that have ended: between two calls, wrk's."""
+        return router.cpu_s(), workers.cpu_s() + sum(psutil.Process().cpu_times()[2:4])
+
+    before, watch = cpu_s(), Watch()
+    step = run_wrk(script, router.port, duration_s)
     watch.stop()
-    router_s = router.program.cpu_s() - router_before
-    rest_s = workers.cpu_s() + _children_cpu_s() - rest_before
-    if result["failed"] or not result["requests"]:
-        raise router.program.failure(f"answered {result['requests']} requests and failed {result['failed']}")
-    step = Step(seconds(result), result["requests"], {"p99_us": result["p99_us"]})
+    router_s, rest_s = (now - then for now, then in zip(cpu_s(), before, strict=True))
+    if step.parts["failed"] or not step.amount:
+        raise router.failure(f"answered {step.amount} requests and failed {step.parts['failed']}")
     return Tally([step], router_s, watch.others_share(router_s + rest_s))
 
 
 def load_rows(case: str, rounds: Sequence[Round]) -> list[Row]:
     """Return medians over the rounds, ours beside each peer."""
-    rows: list[Row] = []
-    for metric, read, better in (
-        ("requests/s", lambda tally: tally.rate, "higher"),
-        ("CPU µs per request", lambda tally: 1e3 * tally.cpu_s_per_1000, "lower"),
-    ):
-        medians = {name: statistics.median(read(one[name]) for one in rounds) for name in rounds[0]}
-        rows += beside(case, metric, medians.pop(OURS), medians, better)  # type: ignore[arg-type]
-    return rows
 
+    def medians(read: Callable[[Tally], float]) -> tuple[float, dict[str, float]]:
+        found = {name: statistics.median(read(one[name]) for one in rounds) for name in rounds[0]}
+        return found.pop(OURS), found
 
-def _children_cpu_s() -> float:
-    """CPU seconds of programs that were waited for: before and after a run of wrk, that is wrk alone."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+    rates, costs = medians(lambda tally: tally.rate), medians(lambda tally: 1e3 * tally.cpu_s_per_1000)
+    return [*beside(case, "requests/s", *rates), *beside(case, "CPU µs per request", *costs, "lower")]
 
 
 # What a router adds to a round trip
@@ -150,11 +137,10 @@ def _children_cpu_s() -> float:
 def latency(stage: Stage, cases: Sequence[str]) -> Outcome:
     batch, num_rounds = (100, 6) if stage.quick else (200, 60)
     _, ports = stage.open_light_workers(1)
-    doors = {DIRECT: ports[0], **{router.name: router.port for router in stage.open_all(ports)}}
-    sockets = {
-        name: stage.stack.enter_context(socket.create_connection(("127.0.0.1", doors[name]), 10)) for name in doors
-    }
-    for one in sockets.values():
+    doors = {DIRECT: ports[0], **{router.name: router.port for router in stage.open_everyone(ports)}}
+    sockets = {}
+    for name, port in doors.items():
+        one = sockets[name] = stage.stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         time_batch(one, batch)  # to warm up
     # Each round is compared with its own direct batch, so that a slow moment cancels out.
@@ -167,15 +153,13 @@ def latency(stage: Stage, cases: Sequence[str]) -> Outcome:
         order.reverse()
     found = {name: statistics.median(values) for name, values in added.items()}
     print(", ".join(f"{name} +{value:.0f} µs" for name, value in found.items()), file=sys.stderr, flush=True)
-    where: dict[str, Any] = {f"{LATENCY}: rounds": num_rounds, f"{LATENCY}: requests a batch": batch}
-    if "nginx" in found:
-        where[f"{LATENCY}: ours - nginx, µs"] = round(found[OURS] - found["nginx"], 1)
+    where = {f"{LATENCY}: rounds": num_rounds, f"{LATENCY}: requests a batch": batch}
     return Outcome(beside(LATENCY, "added latency µs", found.pop(OURS), found, "lower"), where)
 
 
 def time_batch(connection: socket.socket, size: int) -> float:
     """Return the median in seconds."""
-    request, times = post(light_request()), []
+    request, times = post(LIGHT_REQUEST), []
     for _ in range(size):
         start = time.perf_counter()
         connection.sendall(request)
@@ -204,72 +188,60 @@ def read_response(receive: Callable[[int], bytes]) -> bytes:
 # What a choice costs
 
 
-class Choice:
-    """A request, and its connection."""
-
-    def __init__(self, head: RequestHead, body: bytes) -> None:
-        self.head, self.cost, self.body, self.started = head, 1.0, body, 0.0
-
-
-class BusyPool:
-    """A pool of workers in which each new request takes the place of the oldest."""
-
-    def __init__(self, policy: str, num_workers: int) -> None:
-        settings = RouterSettings.make(policy=policy)
-        self._pool = UpstreamPool(POLICIES[policy](settings), settings.max_in_flight, lambda: None)
-        for number in range(num_workers):
-            upstream = self._pool.add(f"http://worker-{number}:80")
-            upstream.state = State.UP
-            self._pool.refresh(upstream)
-        parse = RequestParser(settings.session_header)
-        lines = "POST / HTTP/1.1\r\nhost: a\r\nx-practicum-session: {}\r\n\r\n"
-        self._requests = itertools.cycle(
-            [Choice(parse(lines.format(n).encode()), f'{{"prompt": "{n} of many"}}'.encode()) for n in range(977)]
-        )
-        self._in_flight: deque[tuple[Upstream, Any, float]] = deque()
-        for _ in range(num_workers * IN_FLIGHT_PER_WORKER):
-            self._begin()
-        self._pool.tick(time.monotonic())
-
-    def cost_us(self, num_choices: int) -> float:
-        """Time choices only; between batches requests come and go as in the router."""
-        choose, total_s = self._pool.policy.choose, 0.0
-        for _ in range(num_choices // BATCH):
-            batch = list(itertools.islice(self._requests, BATCH))
-            start = time.perf_counter()
-            for request in batch:
-                choose(request)
-            total_s += time.perf_counter() - start
-            for _ in range(BATCH):
-                upstream, connection, cost = self._in_flight.popleft()
-                self._pool.end(upstream, connection, cost, time.monotonic(), completed=True)
-                self._begin()
-        return total_s / num_choices * 1e6
-
-    def _begin(self) -> None:
-        request = next(self._requests)
-        upstream = self._pool.policy.choose(request)
-        assert upstream is not None
-        connection: Any = Choice(request.head, request.body)
-        connection.started = time.monotonic()
-        self._pool.begin(upstream, connection, request.cost, connection.started)
-        self._in_flight.append((upstream, connection, request.cost))
-
-
 def choice(stage: Stage, cases: Sequence[str]) -> Outcome:
     num_rounds, num_choices = (5, 2000) if stage.quick else (15, 10_000)
     rows, where = [], {}
     for policy in POLICIES:
-        pools = {size: BusyPool(policy, size) for size in (FEW, MANY)}
-        costs: dict[int, list[float]] = {size: [] for size in pools}
+        chosen = {size: choices(policy, size) for size in (FEW, MANY)}
+        costs: dict[int, list[float]] = {size: [] for size in chosen}
         for number in range(num_rounds):
-            for size in pools if number % 2 else reversed(pools):
-                costs[size].append(pools[size].cost_us(num_choices))
+            for size in chosen if number % 2 else reversed(chosen):
+                costs[size].append(sum(itertools.islice(chosen[size], num_choices // BATCH)) / num_choices * 1e6)
         few, many = statistics.median(costs[FEW]), statistics.median(costs[MANY])
         rows.append(Row(f"{CHOICE}, {policy}", f"cost among {MANY:,} / among {FEW}", many / few))
         where[policy] = {"few_us": round(few, 2), "many_us": round(many, 2)}
     return Outcome(rows, {"choosing": where})
 
 
-CASES = (((SAME, DIFFERENT), load), ((LATENCY,), latency))  # names that are measured together, and how
-LAST_CASES = (((CHOICE,), choice),)
+def choices(policy: str, num_workers: int) -> Iterator[float]:
+    """Yield the seconds of a batch of choices alone, without end. Between batches requests come and go as in the
+    router: each new one takes the place of the oldest."""
+    settings = RouterSettings.make(policy=policy)
+    pool = UpstreamPool(POLICIES[policy](settings), settings.max_in_flight, lambda: None)
+    for number in range(num_workers):
+        upstream = pool.add(f"http://worker-{number}:80")
+        upstream.state = State.UP
+        pool.refresh(upstream)
+    parse = RequestParser(settings.session_header)
+    lines = "POST / HTTP/1.1\r\nhost: a\r\nx-practicum-session: {}\r\n\r\n"
+    made = ((parse(lines.format(n).encode()), b'{"prompt": "%d of many"}' % n) for n in range(977))
+    requests: Iterator[Any] = itertools.cycle([SimpleNamespace(head=head, cost=1.0, body=body) for head, body in made])
+    choose = pool.policy.choose
+    in_flight: deque[tuple[Upstream, Any]] = deque()
+
+    class Connection:
+        def __init__(self) -> None:
+            self.started = time.monotonic()
+
+    def begin() -> None:
+        upstream = choose(next(requests))
+        connection: Any = Connection()
+        assert upstream is not None
+        pool.begin(upstream, connection, 1.0, connection.started)
+        in_flight.append((upstream, connection))
+
+    for _ in range(num_workers * IN_FLIGHT_PER_WORKER):
+        begin()
+    pool.tick(time.monotonic())
+    while True:
+        batch = list(itertools.islice(requests, BATCH))
+        start = time.perf_counter()
+        for request in batch:
+            choose(request)
+        yield time.perf_counter() - start
+        for _ in batch:
+            pool.end(*in_flight.popleft(), 1.0, time.monotonic(), completed=True)
+            begin()
+
+
+CASES = (((SAME, DIFFERENT), load), ((LATENCY,), latency), ((CHOICE,), choice))  # measured together, and how

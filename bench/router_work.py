@@ -1,13 +1,10 @@
 """Both ends of a router: emulated workers, and a client that keeps a number of requests in flight and checks responses.
 
     client, one request on each connection ──▶ router ──▶ workers
-    POST /v1/completions {"prompt": "ID WORK ...", ...}  ──▶  {"id": "ID", "worker": "w0"} after WORK / speed seconds
+    POST /v1/completions {"prompt": "ID WORK ...", ...}  ──▶  {"id": "ID", "worker": "wPORT"} after WORK / speed seconds
 
-A request says in its text how much work it is, since some routers drop fields and headers that they do not know. A
-worker has slots, which serve in order of arrival. Its clock is exact: a job that waited begins when the one before was
-due, not when the event loop noticed, so that late timers do not add up. `POST /control/MODE` makes it healthy, fail,
-hang or slow. `python -m bench.router_work '[{"name": "w0", "port": 20001}, ...]'` plays workers; all imports here are
-light, since workers are killed and started again while a benchmark runs.
+`POST /control/MODE` makes a worker healthy, fail, hang or slow. `python -m bench.router_work '[{"port": 20001}, ...]'`
+plays workers; all imports here are light, since workers are killed and started again while a benchmark runs.
 """
 
 from __future__ import annotations
@@ -21,29 +18,19 @@ import struct
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any
 
-T = TypeVar("T")
-Mode = Literal["ok", "500", "hang", "slow"]
+import uvloop
+
 SLOWDOWN = 10.0  # of a worker that is slow
 PATH = "/v1/completions"  # all peers forward it, and those that read bodies keep its prompt
 GIVE_UP_S = 15.0  # a request that is answered later is lost
 JOB = re.compile(rb'"prompt":\s*"(\S+) (\S+) ')
 # What the peers ask workers about themselves before they send them anything.
 ABOUT = json.dumps({"status": "ok", "model_path": "m", "object": "list", "data": [{"id": "m", "object": "model"}]})
-
-
-def run_fast(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run on the fastest event loop there is."""
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        new_event_loop = None  # type: ignore[assignment]  # the usual one
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(coroutine)
 
 
 async def read_message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
@@ -65,7 +52,6 @@ async def read_message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    name: str
     port: int
     speed: float = 1.0
     slots: int = 4
@@ -77,16 +63,12 @@ class Worker:
         return [sys.executable, "-m", "bench.router_work", json.dumps([asdict(worker) for worker in workers])]
 
 
-def switch(port: int, mode: Mode) -> None:
-    """Change how the worker at that port behaves from now on."""
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/control/{mode}", method="POST", data=b"")
+def fetch(port: int, path: str, body: str | None = None) -> Any:
+    """Return what a worker or a router says at that path; with a body it is a POST."""
+    data = None if body is None else body.encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=5.0) as response:
-        response.read()
-
-
-def read_arrivals(data: bytes) -> list[float]:
-    """Read times of `time.monotonic`, which all processes share. A kill may have cut the last one short."""
-    return [value for (value,) in struct.iter_unpack("d", data[: len(data) // 8 * 8])]
+        return json.load(response)
 
 
 class Emulation:
@@ -129,10 +111,11 @@ class Emulation:
             return b"500 Internal Server Error", b'{"error": "broken"}'
         now = time.monotonic()
         slowdown = SLOWDOWN if self._mode == "slow" else 1.0
+        # A job that waited begins when the one before was due, so that late timers do not add up.
         end = max(now, self._free_at[0]) + float(job[2]) / self._worker.speed * slowdown
         heapq.heapreplace(self._free_at, end)
         await asyncio.sleep(end - now)
-        return b"200 OK", json.dumps({"id": job[1].decode(), "worker": self._worker.name}).encode()
+        return b"200 OK", json.dumps({"id": job[1].decode(), "worker": f"w{self._worker.port}"}).encode()
 
 
 async def serve(workers: Sequence[Worker]) -> None:
@@ -143,18 +126,13 @@ async def serve(workers: Sequence[Worker]) -> None:
 
 # The client
 
+Request = tuple[int, bytes]  # an id and what is sent
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One request: its id, how much work it is for the worker, and the cost that the router is told."""
 
-    id: int
-    work_s: float
-    cost: float | None = None
-
-    def as_bytes(self) -> bytes:
-        body = json.dumps({"model": "m", "prompt": f"{self.id} {self.work_s:.6f} please", "max_tokens": 1})
-        return post(body, "" if self.cost is None else f"x-practicum-cost: {self.cost:.6f}\r\n")
+def request_of(id: int, work_s: float, cost: float | None = None) -> Request:
+    """Return a request that is so much work for the worker; `cost` is what the router is told."""
+    body = json.dumps({"model": "m", "prompt": f"{id} {work_s:.6f} please", "max_tokens": 1})
+    return id, post(body, "" if cost is None else f"x-practicum-cost: {cost:.6f}\r\n")
 
 
 def post(body: str, more_headers: str = "") -> bytes:
@@ -186,44 +164,38 @@ def judge(id: int, line: bytes, body: bytes) -> tuple[str | None, str | None]:
         return None, "body is not a worker's"
 
 
-class Client:
-    """Sends all of `requests`, `in_flight` at a time, and calls `on_result` for each. Lost connections are opened
-    again, so the load follows what the router delivers."""
+async def send_all(port: int, requests: Iterable[Request], in_flight: int, on_result: Callable[[Result], None]) -> int:
+    """Send all requests, so many at a time, and call `on_result` for each. Lost connections are opened again, so the
+    load follows what the router delivers. Return on how many connections more came than was asked for."""
+    waiting = iter(requests)
 
-    def __init__(
-        self, port: int, requests: Iterable[Request], in_flight: int, on_result: Callable[[Result], None]
-    ) -> None:
-        self._port = port
-        self._requests = iter(requests)
-        self._in_flight = in_flight
-        self._on_result = on_result
-        self.num_unasked = 0  # connections on which more came than was asked for
-
-    async def run(self) -> None:
-        await asyncio.gather(*(self._send_in_turn() for _ in range(self._in_flight)))
-
-    async def _send_in_turn(self) -> None:
+    async def send_in_turn() -> bool:
         streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        for request in self._requests:
+        for id, request in waiting:
             sent_s = time.monotonic()
             try:
                 async with asyncio.timeout(GIVE_UP_S):
                     if streams is None or streams[0].at_eof():
-                        streams = await asyncio.open_connection("127.0.0.1", self._port)
-                    streams[1].write(request.as_bytes())
-                    worker, failure = judge(request.id, *await read_message(streams[0]))
+                        streams = await asyncio.open_connection("127.0.0.1", port)
+                    streams[1].write(request)
+                    worker, failure = judge(id, *await read_message(streams[0]))
             except (OSError, EOFError) as error:
                 worker, failure = None, str(error) or type(error).__name__
                 await asyncio.sleep(0.02)  # a router that refuses connections is not to be hammered
             if failure and streams is not None:
                 streams[1].close()  # verl's router does so too, without notice, and one fault is to count once
                 streams = None
-            self._on_result(Result(request.id, sent_s, time.monotonic(), worker, failure))
-        if streams is not None:
-            with suppress(TimeoutError, OSError):
-                self.num_unasked += bool(await asyncio.wait_for(streams[0].read(1), 0.05))
-            streams[1].close()
+            on_result(Result(id, sent_s, time.monotonic(), worker, failure))
+        if streams is None:
+            return False
+        more = b""
+        with suppress(TimeoutError, OSError):
+            more = await asyncio.wait_for(streams[0].read(1), 0.05)
+        streams[1].close()
+        return bool(more)
+
+    return sum(await asyncio.gather(*(send_in_turn() for _ in range(in_flight))))
 
 
 if __name__ == "__main__":
-    run_fast(serve([Worker(**fields) for fields in json.loads(sys.argv[1])]))
+    uvloop.run(serve([Worker(**fields) for fields in json.loads(sys.argv[1])]))

@@ -3,8 +3,7 @@
     Trainer ─ every few steps ─▶ memory, descriptors and threads of the driver and of each worker       is it flat?
     what the run has written (metrics, recording, checkpoints) ─▶ the same figures computed anew        are they equal?
 
-Growth is that from step 50 on, when everything has happened once. What is computed anew shares no code with the loop:
-rewards from token ids, log-probs and entropy by transformers' own forward pass over the model of the checkpoint before.
+What is computed anew shares no code with the loop.
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from bench.harness import BenchError, Options, Outcome, Row
 from bench.models import save_random
 
 MEMORY, NUMBERS = "memory", "numbers"
+LOG_PROBS, VALIDATION = "log-probs of tokens", "validation"
 DRIVER, WORKERS, HELPERS, RAY = "driver", "workers", "helpers", "Ray"
 ANSWERS, PROMPTS = 4, 4
 RIGHT_ABOVE = 0.5
@@ -44,29 +46,8 @@ FULL = Plan(num_steps=500, settled=50, look_every=10, checkpoint_every=100)
 QUICK = Plan(num_steps=30, settled=10, look_every=5, checkpoint_every=10)
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What one process holds, or several together."""
-
-    rss: int
-    descriptors: int
-    threads: int
-
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(self.rss + other.rss, self.descriptors + other.descriptors, self.threads + other.threads)
-
-
-Usages = dict[int, dict[str, Usage]]  # by step and kind of process
-
-
-@dataclass(frozen=True, slots=True)
-class Drift:
-    """Largest differences from what the run had logged, over the steps that were computed anew."""
-
-    steps: list[int]
-    metrics: dict[str, float]
-    log_probs: float  # of any token
-    validation: float
+HELD = RSS, DESCRIPTORS, THREADS = "rss", "descriptors", "threads"
+Usage = Counter[tuple[str, str]]  # by kind of process and what it holds
 
 
 def run(options: Options) -> Outcome:
@@ -78,14 +59,16 @@ def run(options: Options) -> Outcome:
         start = time.monotonic()
         usages = soak(folder, plan)
         seconds = time.monotonic() - start
-        drift = drift_of(folder / "run", plan)
+        steps, drifts = drifts_of(folder / "run", plan)
     where: dict[str, Any] = {**asdict(plan), "answers_per_step": PROMPTS * ANSWERS, "seconds": round(seconds, 1)}
-    where["steps_computed_anew"] = drift.steps
+    where["steps_computed_anew"] = steps
     where["rss_mib"] = {
-        kind: {step: round(usage[kind].rss / 2**20, 1) for step, usage in usages.items() if kind in usage}
-        for kind in usages[plan.num_steps]
+        kind: {step: round(usage[kind, RSS] / 2**20, 1) for step, usage in usages.items() if usage[kind, RSS]}
+        for kind, what in usages[plan.num_steps]
+        if what == RSS
     }
-    return Outcome([*memory_rows(usages, plan), *drift_rows(drift)], {"soak": where})
+    numbers = [Row(NUMBERS, f"{name}: largest difference", drift, better="lower") for name, drift in drifts.items()]
+    return Outcome([*memory_rows(usages, plan), *numbers], {"soak": where})
 
 
 def grade(sample: Any) -> float:
@@ -104,8 +87,8 @@ def prepare(folder: Path, seed: int = 0) -> None:
     save_random(folder / "model", shape.pop("model_type"), make_tokenizer(), seed=seed, **shape)
 
 
-def config_of(folder: Path, plan: Plan, backend: str = "ray") -> Any:
-    from practicum import Config
+def soak(folder: Path, plan: Plan, backend: str = "ray") -> dict[int, Usage]:
+    from practicum import Config, Trainer
 
     every = plan.checkpoint_every
     tree = {
@@ -121,36 +104,27 @@ def config_of(folder: Path, plan: Plan, backend: str = "ray") -> Any:
         "trainer": {"steps": plan.num_steps, "num_workers": 1, "threads_per_worker": 1, "checkpoint_every": every,
                     "keep_checkpoints": plan.num_steps, "run_dir": str(folder / "run")},
     }  # fmt: skip
-    return Config.from_tree(tree, source="bench soak")
-
-
-def soak(folder: Path, plan: Plan, backend: str = "ray") -> Usages:
-    from practicum import Trainer
-
-    usages: Usages = {}
-    for report in Trainer(config_of(folder, plan, backend)).steps():
+    usages: dict[int, Usage] = {}
+    for report in Trainer(Config.from_tree(tree, source="bench soak")).steps():
         if report.number % plan.look_every == 0:
             usages[report.number] = usage = usage_of_all()
-            if report.number % (10 * plan.look_every) == 0:
-                rss = ", ".join(f"{kind} {own.rss / 2**20:.1f}" for kind, own in usage.items())
-                where = f"soak: step {report.number}, reward {report.reward:.3f}, MiB: {rss}"
-                print(where, file=sys.stderr, flush=True)
+            rss = ", ".join(f"{kind} {held / 2**20:.1f}" for (kind, what), held in usage.items() if what == RSS)
+            print(f"soak: step {report.number}, reward {report.reward:.3f}, MiB: {rss}", file=sys.stderr, flush=True)
     return usages
 
 
 # Memory
 
 
-def usage_of_all() -> dict[str, Usage]:
+def usage_of_all() -> Usage:
     """Return what this process, the driver, holds, and what those below it do, added up by kind."""
+    found: Usage = Counter()
     driver = psutil.Process()
-    found = {DRIVER: usage_of(driver)}
-    for child in driver.children(recursive=True):
-        try:
-            kind, usage = kind_of(child.cmdline()), usage_of(child)
-        except psutil.Error:  # it has ended meanwhile
-            continue
-        found[kind] = found[kind] + usage if kind in found else usage
+    for process in [driver, *driver.children(recursive=True)]:
+        with suppress(psutil.Error), process.oneshot():  # one that has ended meanwhile does not count
+            kind = DRIVER if process == driver else kind_of(process.cmdline())
+            held = process.memory_info().rss, process.num_fds(), process.num_threads()
+            found.update({(kind, what): number for what, number in zip(HELD, held, strict=True)})
     return found
 
 
@@ -162,46 +136,50 @@ def kind_of(command: list[str]) -> str:
     return RAY if is_ray else HELPERS
 
 
-def usage_of(process: psutil.Process) -> Usage:
-    with process.oneshot():
-        return Usage(process.memory_info().rss, process.num_fds(), process.num_threads())
-
-
-def memory_rows(usages: Usages, plan: Plan) -> list[Row]:
+def memory_rows(usages: Mapping[int, Usage], plan: Plan) -> list[Row]:
     """Return the growth of each kind that was there from the settled step to the last."""
     first, last = usages[plan.settled], usages[plan.num_steps]
+    more = {key: last[key] - first[key] for key in last if key in first}
     rows = []
-    for kind in [kind for kind in last if kind in first]:
-        before, after = first[kind], last[kind]
-        rows.append(Row(MEMORY, f"{kind}: RSS growth, MiB", (after.rss - before.rss) / 2**20, better="lower"))
+    for kind in dict.fromkeys(kind for kind, _ in more):
+        rows.append(Row(MEMORY, f"{kind}: RSS growth, MiB", more[kind, RSS] / 2**20, better="lower"))
         if kind != RAY:  # which opens and closes as it likes
-            more = max(after.descriptors - before.descriptors, after.threads - before.threads)
-            rows.append(Row(MEMORY, f"{kind}: more descriptors or threads", more, better="lower"))
+            most = max(more[kind, DESCRIPTORS], more[kind, THREADS])
+            rows.append(Row(MEMORY, f"{kind}: more descriptors or threads", most, better="lower"))
     return rows
 
 
 # Numbers
 
 
-def drift_of(run_dir: Path, plan: Plan) -> Drift:
-    """Compute anew the first step, and those that begin with the weights of a checkpoint."""
+def drifts_of(run_dir: Path, plan: Plan) -> tuple[list[int], dict[str, float]]:
+    """Compute anew the first step, and those that begin with the weights of a checkpoint. Return them, and the largest
+    differences from what the run had logged."""
     from practicum.replay import Recording
 
     logged = {row["step"]: row for row in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())}
     steps = [1, *range(plan.checkpoint_every + 1, plan.num_steps + 1, plan.checkpoint_every)]
-    metrics: dict[str, float] = {}
-    gap = 0.0
+    drifts: defaultdict[str, float] = defaultdict(float)
+
+    def note(name: str, drift: float) -> None:
+        drifts[name] = max(drifts[name], drift)
+
     with Recording(run_dir.parent / "samples.rec") as recording:
         for step in steps:
             weights = run_dir.parent if step == 1 else run_dir / "checkpoints" / f"step-{step - 1:06d}"
             samples = recording.samples(step)
             if len(samples) != PROMPTS * ANSWERS:
                 raise BenchError(f"step {step} has {len(samples)} samples in its recording, not {PROMPTS * ANSWERS}.")
-            anew, step_gap = computed_anew(samples, weights / "model")
-            gap = max(gap, step_gap)
+            anew, gap = computed_anew(samples, weights / "model")
             for name, value in anew.items():
-                metrics[name] = max(metrics.get(name, 0.0), abs(value - logged[step][name]))
-    return Drift(steps, metrics, gap, validation_drift(run_dir, logged))
+                note(name, abs(value - logged[step][name]))
+            note(LOG_PROBS, gap)
+    for path in (run_dir / "validation").glob("step-*.jsonl"):
+        scores = np.array([json.loads(line)["score"] for line in path.read_text().splitlines()])
+        said = logged[int(path.stem.removeprefix("step-"))]
+        note(VALIDATION, abs(float(scores.mean()) - said["validation/accuracy"]))
+        note(VALIDATION, abs(float((scores > RIGHT_ABOVE).mean()) - said["validation/pass@1"]))
+    return steps, drifts
 
 
 def computed_anew(samples: Sequence[Any], model: Path) -> tuple[dict[str, float], float]:
@@ -210,8 +188,7 @@ def computed_anew(samples: Sequence[Any], model: Path) -> tuple[dict[str, float]
     from transformers import AutoModelForCausalLM
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    rewards = [even_share(sample.token_ids.tolist()) for sample in samples]
-    lengths = [len(sample.token_ids) for sample in samples]
+    rewards = [grade(sample) for sample in samples]
     entropies: list[float] = []
     gap = 0.0
     for sample in samples:
@@ -223,31 +200,9 @@ def computed_anew(samples: Sequence[Any], model: Path) -> tuple[dict[str, float]
         gap = max(gap, float(np.abs(log_probs - sample.log_probs).max()))
         entropies += (-(table.exp() * table).sum(-1)).tolist()
     figures = {
-        "reward/mean": sum(rewards) / len(rewards),
+        "reward/mean": float(np.mean(rewards)),
         "reward/std": float(np.std(rewards)),
-        "rollout/answer_tokens": sum(lengths) / len(lengths),
-        "actor/entropy": sum(entropies) / len(entropies),
+        "rollout/answer_tokens": float(np.mean([len(sample.token_ids) for sample in samples])),
+        "actor/entropy": float(np.mean(entropies)),
     }
     return figures, gap
-
-
-def validation_drift(run_dir: Path, logged: dict[int, dict[str, float]]) -> float:
-    """Return that of the accuracy and of the share of right answers, from the answers that the run has written."""
-    largest = 0.0
-    for path in sorted((run_dir / "validation").glob("step-*.jsonl")):
-        metrics = logged[int(path.stem.removeprefix("step-"))]
-        scores = [json.loads(line)["score"] for line in path.read_text().splitlines()]
-        for name, value in (
-            ("validation/accuracy", sum(scores) / len(scores)),
-            ("validation/pass@1", sum(score > RIGHT_ABOVE for score in scores) / len(scores)),
-        ):
-            largest = max(largest, abs(value - metrics[name]))
-    return largest
-
-
-def drift_rows(drift: Drift) -> list[Row]:
-    return [
-        *(Row(NUMBERS, f"{name}: largest difference", gap, better="lower") for name, gap in drift.metrics.items()),
-        Row(NUMBERS, "log-probs of tokens: largest difference", drift.log_probs, better="lower"),
-        Row(NUMBERS, "validation: largest difference", drift.validation, better="lower"),
-    ]

@@ -1,61 +1,28 @@
-"""Ours in the `controller` benchmark, a worker group on a pool of its own; and bare Ray actors, with as little code
-around them as does the work."""
+"""Ours in the `controller` benchmark, and bare Ray actors with as little code around them as does the work."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import ray
 
 from bench.contestant import Line
-from bench.controller_work import BARE, ITEMS, OURS, ROWS, Job, items, rows, start_ray, take_steps
+from bench.controller_work import BARE, ITEMS, ROWS, Batches, Job, Team, items, rows, start_ray, take_steps
+from bench.sides import OURS
 from practicum.controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, WorkerGroup
 from practicum.controller.workers import WorkerSet, WorkerSetPlan
 
-Item = tuple[int, ...]
-
-
-class Echo(Worker):
-    def noop(self) -> None:
-        pass
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def echo_items(self, shard: Sequence[Item]) -> Sequence[Item]:
-        return shard
-
-    def echo_rows(self, shard: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        return shard
-
-
-class OurTeam:
-    def __init__(self, num_workers: int) -> None:
-        self._pool = RayResourcePool([num_workers])
-        self._group = RayWorkerGroup(self._pool, RayClassWithInitArgs(Echo), name="echo")
-
-    def noop(self) -> Any:
-        return self._group.execute_all(Echo.noop)
-
-    def batches(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        yield ITEMS, lambda: self._group.scatter(Echo.echo_items, items())
-        yield ROWS, lambda: self._group.scatter(Echo.echo_rows, rows())
-
-    def pids(self) -> Sequence[int]:
-        return self._group.execute_all(Echo.pid)
-
-    def stop(self) -> None:
-        self._group.shutdown()
-        self._pool.release()
-
 
 class BareEcho:
+    """A worker as Ray has it."""
+
     def noop(self) -> None:
         pass
 
@@ -66,35 +33,49 @@ class BareEcho:
         return shard
 
 
-class BareTeam:
-    def __init__(self, num_workers: int) -> None:
-        actor: Any = ray.remote(BareEcho)
-        self._actors = [actor.remote() for _ in range(num_workers)]
+class Echo(BareEcho, Worker):
+    pass
 
-    def noop(self) -> Any:
-        return ray.get([actor.noop.remote() for actor in self._actors])
 
-    def batches(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        yield ITEMS, self._echo_items
-        yield ROWS, self._echo_rows
+def our_team(num_workers: int) -> Team:
+    pool = RayResourcePool([num_workers])
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Echo), name="echo")
 
-    def pids(self) -> Sequence[int]:
-        return list(ray.get([actor.pid.remote() for actor in self._actors]))
+    def batches() -> Batches:
+        yield ITEMS, "", lambda: group.scatter(Echo.echo, items())
+        yield ROWS, "", lambda: group.scatter(Echo.echo, rows())
 
-    def stop(self) -> None:
-        for actor in self._actors:
+    def stop() -> None:
+        group.shutdown()
+        pool.release()
+
+    return Team(lambda: group.execute_all(Echo.noop), batches, lambda: group.execute_all(Echo.pid), stop)
+
+
+def bare_team(num_workers: int) -> Team:
+    actor: Any = ray.remote(BareEcho)
+    actors = [actor.remote() for _ in range(num_workers)]
+    size = len(items()) // num_workers
+
+    def echo(shards: Sequence[Any]) -> Any:
+        return ray.get([actor.echo.remote(shard) for actor, shard in zip(actors, shards, strict=True)])
+
+    def echo_items() -> list[Any]:
+        shards = [items()[i * size : (i + 1) * size] for i in range(num_workers)]
+        return [item for reply in echo(shards) for item in reply]
+
+    def batches() -> Batches:
+        yield ITEMS, "", echo_items
+        yield ROWS, "", lambda: np.concatenate(echo(np.array_split(rows(), num_workers)))
+
+    def stop() -> None:
+        for actor in actors:
             ray.kill(actor)
 
-    def _echo_items(self) -> list[Any]:
-        batch, size = items(), len(items()) // len(self._actors)
-        shards = [batch[i * size : (i + 1) * size] for i in range(len(self._actors))]
-        return [item for reply in self._echo(shards) for item in reply]
+    def ask(method: str) -> Any:
+        return ray.get([getattr(actor, method).remote() for actor in actors])
 
-    def _echo_rows(self) -> Any:
-        return np.concatenate(self._echo(np.array_split(rows(), len(self._actors))))
-
-    def _echo(self, shards: Sequence[Any]) -> Any:
-        return ray.get([actor.echo.remote(shard) for actor, shard in zip(self._actors, shards, strict=True)])
+    return Team(partial(ask, "noop"), batches, partial(ask, "pid"), stop)
 
 
 class FakeHost:
@@ -110,14 +91,6 @@ class FakeHost:
         return self._answer
 
 
-class FakeGroup(RayWorkerGroup[Echo]):
-    """A group as it is once its workers are up, around workers that were never started."""
-
-    def __init__(self, plan: WorkerSetPlan, workers: WorkerSet) -> None:
-        WorkerGroup.__init__(self, plan.name, plan.packed, plan.pool.world_size, 60.0, plan.meshes)
-        self._hold(plan, workers)
-
-
 def noop_on_fakes(num_workers: int) -> Callable[[], Any]:
     """Return the same call on fakes: all the driver does for each worker, but for handing the call over to Ray."""
     packed = RayClassWithInitArgs(Echo)
@@ -128,16 +101,15 @@ def noop_on_fakes(num_workers: int) -> Callable[[], Any]:
         answering.shutdown()
     room: Any = SimpleNamespace(world_size=num_workers, use_gpu=False)
     plan = WorkerSetPlan("fakes", packed, room, use_gpu=False, meshes={}, detached=False, start_timeout_s=60.0)
-    group = FakeGroup(plan, WorkerSet(plan, [FakeHost(answer) for answer in answers], []))
+    # A group as it is once its workers are up, around some that were never started.
+    group: RayWorkerGroup[Echo] = RayWorkerGroup.__new__(RayWorkerGroup)
+    WorkerGroup.__init__(group, "fakes", packed, num_workers, 60.0, {})
+    group._hold(plan, WorkerSet(plan, [FakeHost(answer) for answer in answers], []))
     return lambda: group.execute_all(Echo.noop)
 
 
-def main() -> None:
+if __name__ == "__main__":
     line = Line()
     start_ray()
-    sides = {OURS: OurTeam, BARE: BareTeam}
-    take_steps(line, Job.parse(sys.argv[1]), ["practicum", "ray", "numpy"], sides, pretend=noop_on_fakes)
-
-
-if __name__ == "__main__":
-    main()
+    job, packages = Job(**json.loads(sys.argv[1])), ["practicum", "ray", "numpy"]
+    take_steps(line, job, packages, {OURS: our_team, BARE: bare_team}, pretend=noop_on_fakes)

@@ -1,14 +1,10 @@
-"""verl in the `controller` benchmark: its RayWorkerGroup with DataProto, and with the TensorDict its trainer sends.
-
-Runs in the environment that verl.sh makes.
-"""
+"""verl in the `controller` benchmark: its RayWorkerGroup with DataProto, and with the TensorDict its trainer sends."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import ray
 import torch
@@ -19,7 +15,7 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 from bench.contestant import Line
-from bench.controller_work import ITEMS, NUMPY, ROWS, TENSORDICT, Job, items, rows, start_ray, take_steps
+from bench.controller_work import ITEMS, ROWS, Batches, Job, Team, items, rows, start_ray, take_steps
 
 SERIALIZATION = "VERL_DATAPROTO_SERIALIZATION_METHOD"
 
@@ -50,45 +46,36 @@ class Echo(Worker):  # type: ignore[misc]
         return shard
 
 
-class VerlTeam:
-    def __init__(self, num_workers: int) -> None:
-        self._pool = RayResourcePool([num_workers], use_gpu=False, max_colocate_count=1)
-        packed = RayClassWithInitArgs(ray.remote(Echo))
-        self._group = RayWorkerGroup(self._pool, packed, device_name="cpu")
+def verl_team(num_workers: int) -> Team:
+    pool = RayResourcePool([num_workers], use_gpu=False, max_colocate_count=1)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Echo)), device_name="cpu")
 
-    def noop(self) -> Any:
-        return self._group.noop()
-
-    def batches(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        few = DataProto.from_dict({"x": torch.tensor(items())})
-        many = DataProto.from_dict({"x": torch.from_numpy(rows())})
-        yield ITEMS, lambda: self._group.echo_proto(few).batch["x"]
-        yield ROWS, lambda: self._group.echo_proto(many).batch["x"]
-        yield f"{ROWS} {TENSORDICT}", lambda: self._group.echo_dict(many.batch)["x"]
-        self._serialize_by("numpy")
-        yield f"{ROWS} {NUMPY}", lambda: self._group.echo_proto(many).batch["x"]
-        self._serialize_by("default")
-
-    def pids(self) -> Sequence[int]:
-        return list(self._group.pid())
-
-    def stop(self) -> None:
-        for worker in self._group.workers:
-            ray.kill(worker)
-        for group in self._pool.get_placement_groups():
-            ray.util.remove_placement_group(group)
-
-    def _serialize_by(self, method: str) -> None:
+    def serialize_by(method: str) -> None:
         """DataProto looks at this variable whenever it is pickled or unpickled, in the driver and in the workers."""
         os.environ[SERIALIZATION] = method
-        self._group.serialize_by(method)
+        group.serialize_by(method)
 
+    def batches() -> Batches:
+        few = DataProto.from_dict({"x": torch.tensor(items())})
+        many = DataProto.from_dict({"x": torch.from_numpy(rows())})
+        yield ITEMS, "", lambda: group.echo_proto(few).batch["x"]
+        yield ROWS, "", lambda: group.echo_proto(many).batch["x"]
+        yield ROWS, "TensorDict", lambda: group.echo_dict(many.batch)["x"]
+        serialize_by("numpy")
+        yield ROWS, "NumPy", lambda: group.echo_proto(many).batch["x"]
+        serialize_by("default")
 
-def main() -> None:
-    line = Line()
-    start_ray()
-    take_steps(line, Job.parse(sys.argv[1]), ["verl", "tensordict", "torch", "ray"], {"verl": VerlTeam})
+    def stop() -> None:
+        for worker in group.workers:
+            ray.kill(worker)
+        for placement_group in pool.get_placement_groups():
+            ray.util.remove_placement_group(placement_group)
+
+    return Team(group.noop, batches, group.pid, stop)
 
 
 if __name__ == "__main__":
-    main()
+    line = Line()
+    start_ray()
+    packages = ["verl", "tensordict", "torch", "ray"]
+    take_steps(line, Job(**json.loads(sys.argv[1])), packages, {"verl": verl_team})

@@ -1,10 +1,8 @@
-"""verl in the `reward` benchmark: its RewardLoopManager with two RewardLoopWorkers, asked as its trainer asks it.
-
-Runs in the environment that verl.sh makes. All cases go through one reward function, which verl finds in a file.
-"""
+"""verl in the `reward` benchmark: its RewardLoopManager, asked as its trainer asks it. `verl_reward MANAGER JOB`."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import OmegaConf
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer
 from verl import DataProto
 from verl.experimental.reward_loop import RewardLoopManager
@@ -20,77 +19,56 @@ from verl.experimental.reward_loop import RewardLoopManager
 from bench import reward_functions
 from bench.contestant import Line
 from bench.controller_work import start_ray
-from bench.reward_work import CONCURRENCY, NUM_WORKERS, Item, Job, take_steps
+from bench.reward_work import NUM_WORKERS, Batch, Item, Job, take_steps
 
-FUNCTIONS = {"naive": "compute_score", "rate_limited": "compute_score_async"}
+# What each manager calls, and whom it speaks for.
+MANAGERS = {"naive": ("compute_score", "verl"), "rate_limited": ("compute_score_async", "verl (rate_limited)")}
 PROMPT_TOKENS = 32
 
 
-def config_of(job: Job) -> Any:
+def config_of(manager: str, tokenizer: str) -> Any:
     """The keys that the reward loop reads, with verl's defaults but for the function and the number of workers."""
-    function = {"path": str(Path(reward_functions.__file__)), "name": FUNCTIONS[job.manager]}
-    return OmegaConf.create(
-        {
-            "actor_rollout_ref": {"model": {"path": job.tokenizer, "tokenizer_path": None}},
-            "reward": {
-                "num_workers": NUM_WORKERS,
-                "custom_reward_function": function,
-                "reward_manager": {"source": "register", "name": job.manager},
-                "reward_model": {"enable": False},
-                # It holds for each worker alone.
-                "max_concurrent": CONCURRENCY // NUM_WORKERS,
-            },
-        }
-    )
-
-
-class VerlBatch:
-    def __init__(self, manager: RewardLoopManager, data: DataProto) -> None:
-        self._manager = manager
-        self._data = data
-
-    def grade(self) -> DataProto:
-        return self._manager.compute_rm_score(self._data)
-
-    def values(self, graded: DataProto) -> list[float | None]:
-        scores: list[float | None] = graded.batch["rm_scores"].sum(dim=-1).tolist()
-        return scores
+    reward = {
+        "num_workers": NUM_WORKERS,
+        "custom_reward_function": {"path": str(Path(reward_functions.__file__)), "name": MANAGERS[manager][0]},
+        "reward_manager": {"source": "register", "name": manager},
+        "reward_model": {"enable": False},
+        # It holds for each worker alone.
+        "max_concurrent": reward_functions.AT_A_TIME[reward_functions.ASYNC] // NUM_WORKERS,
+    }
+    policy = {"model": {"path": tokenizer, "tokenizer_path": None}}
+    return OmegaConf.create({"actor_rollout_ref": policy, "reward": reward})
 
 
 def data_of(case: str, items: Sequence[Item], ids: Sequence[Sequence[int]]) -> DataProto:
     """As it comes from the rollout: responses padded to the longest one."""
-    width = max(map(len, ids))
-    responses = torch.zeros(len(items), width, dtype=torch.long)
-    mask = torch.zeros(len(items), PROMPT_TOKENS + width, dtype=torch.long)
-    mask[:, :PROMPT_TOKENS] = 1
-    for row, own in enumerate(ids):
-        responses[row, : len(own)] = torch.tensor(own)
-        mask[row, PROMPT_TOKENS : PROMPT_TOKENS + len(own)] = 1
-    tensors = {
-        "prompts": torch.ones(len(items), PROMPT_TOKENS, dtype=torch.long),
-        "responses": responses,
-        "attention_mask": mask,
-    }
+    responses = pad_sequence([torch.tensor(own) for own in ids], batch_first=True)
+    prompts = torch.ones(len(items), PROMPT_TOKENS, dtype=torch.long)
+    written = torch.arange(responses.shape[1]) < torch.tensor([len(own) for own in ids])[:, None]
+    mask = torch.cat([prompts, written.long()], dim=1)
     others = {
         "data_source": [case] * len(items),
         "reward_model": [{"ground_truth": item.truth} for item in items],
         "extra_info": [{} for _ in items],
     }
-    return DataProto.from_dict(tensors, {name: np.array(values, dtype=object) for name, values in others.items()})
+    return DataProto.from_dict(
+        {"prompts": prompts, "responses": responses, "attention_mask": mask},
+        {name: np.array(values, dtype=object) for name, values in others.items()},
+    )
 
 
 def main() -> None:
     line = Line()
-    job = Job.parse(sys.argv[1])
+    name, job = sys.argv[1], Job(**json.loads(sys.argv[2]))
     tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
     start_ray()
-    manager = RewardLoopManager(config_of(job))
+    manager = RewardLoopManager(config_of(name, job.tokenizer))
 
-    def pack(case: str, items: list[Item]) -> VerlBatch:
-        ids = tokenizer([item.text for item in items])["input_ids"]
-        return VerlBatch(manager, data_of(case, items, ids))
+    def pack(case: str, items: list[Item]) -> Batch:
+        data = data_of(case, items, tokenizer([item.text for item in items])["input_ids"])
+        return lambda: manager.compute_rm_score(data), lambda graded: graded.batch["rm_scores"].sum(dim=-1).tolist()
 
-    take_steps(line, job, ["verl", "ray", "torch", "math-verify"], pack)
+    take_steps(line, job, ["verl", "ray", "torch", "math-verify"], MANAGERS[name][1], pack)
 
 
 if __name__ == "__main__":

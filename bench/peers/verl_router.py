@@ -1,8 +1,4 @@
-"""verl's naive router on a port of our choice: `python -m bench.peers.verl_router PORT WORKER_URL...`.
-
-As verl's own launcher starts it, less Ray and its three seconds of sleep. uvicorn takes uvloop and httptools by itself
-where they are installed, and verl.sh installs them.
-"""
+"""verl's naive router, as verl starts it but without Ray: `python -m bench.peers.verl_router PORT WORKER_URL...`."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,14 +14,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks are not part of the installed package
 
-from bench import controller
-from bench.controller import Series
-from bench.controller_work import Job, items, medians_s, rows, time_calls, time_start
-from bench.harness import Row
+from bench.controller import FURTHER, OWN, TABLE, add_growth
+from bench.controller_work import Job, items, rows, time_calls, time_start, timed
+from bench.sides import Sides, contest, rows_of
+from bench.turns import Plan
 
-JOB = Job(num_noops=3, num_items=2, num_rows=1, larger_teams=(8, 32), fakes=(256, 1024))
-OURS = {"noop": 0.001, "rows": 0.05, "items": 0.002, "start": 0.8, "noop_8": 0.004, "noop_32": 0.016}
-OURS_WITH_FAKES = {**OURS, "fakes_256": 0.000256, "fakes_1024": 0.001024}
+JOB = Job(num_noops=3, num_items=2, num_rows=1, larger_teams=[8, 32], fakes=[256, 1024])
+OURS = {"noop": 1.0, "rows": 50.0, "items": 2.0, "start": 0.8, "noop_8": 4.0, "noop_32": 16.0}
+OURS_WITH_FAKES = {**OURS, "fakes_256": 0.256, "fakes_1024": 1.024}
 
 
 BURN = "import time\nwhile time.process_time() < 0.1: pass\nprint(flush=True); input()"
@@ -41,9 +42,9 @@ class SleepingTeam:
     def noop(self) -> None:
         pass
 
-    def batches(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        yield "items", items
-        yield "rows quickly", lambda: rows().copy()
+    def batches(self) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+        yield "items", "", items
+        yield "rows", "quickly", lambda: rows().copy()
 
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
@@ -54,8 +55,8 @@ class SleepingTeam:
 
 
 class ForgetfulTeam(SleepingTeam):
-    def batches(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        yield "rows", lambda: np.zeros_like(rows())
+    def batches(self) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+        yield "rows", "", lambda: np.zeros_like(rows())
 
 
 def rounded(value: float | None) -> float | None:
@@ -82,9 +83,10 @@ def stopped() -> Iterator[Callable[[type[SleepingTeam]], Callable[[int], Sleepin
 
 
 def test_each_case_has_a_row_against_each_peer_in_its_own_unit() -> None:
-    bare = {"noop": 0.002, "rows": 0.1, "items": 0.004, "start": 0.4, "noop_8": 0.008, "noop_32": 0.032}
-    verl = {"noop": 0.004, "rows": 0.5, "rows TensorDict": 0.6, "rows NumPy": 0.2, "items": 0.01, "start": 8.0}
-    found = controller.case_rows({"practicum": OURS, "bare ray": bare, "verl": verl})
+    bare = {"noop": 2.0, "rows": 100.0, "items": 4.0, "start": 0.4, "noop_8": 8.0, "noop_32": 32.0}
+    verl = {"noop": 4.0, "rows": 500.0, "items": 10.0, "start": 8.0}
+    variants = {"verl (TensorDict)": {"rows": 600.0}, "verl (NumPy)": {"rows": 200.0}}
+    found = rows_of(TABLE, {"practicum": OURS, "bare ray": bare, "verl": verl, **variants})
     assert [(row.case, row.peer_name, rounded(row.ratio)) for row in found] == [
         ("no-op, 2 workers", "bare ray", 2.0),
         ("no-op, 2 workers", "verl", 4.0),
@@ -103,59 +105,55 @@ def test_each_case_has_a_row_against_each_peer_in_its_own_unit() -> None:
 
 
 def test_without_verl_the_rows_against_bare_ray_remain() -> None:
-    found = controller.case_rows({"practicum": OURS, "bare ray": OURS})
+    found = rows_of(TABLE, {"practicum": OURS, "bare ray": OURS})
     assert {row.peer_name for row in found} == {"bare ray"}
-    assert len(found) == len(controller.CASES)
+    assert len(found) == len(TABLE) - 2  # growth is measured apart
 
 
 def test_growth_is_the_slope_and_fakes_have_no_peer() -> None:
-    bare = {"noop": 0.002, "noop_8": 0.008, "noop_32": 0.032}
-    (workers, fakes), block = controller.growth_of({"practicum": OURS_WITH_FAKES, "bare ray": bare}, JOB)
-    assert (rounded(workers.ours), rounded(workers.peer), rounded(workers.ratio)) == (500.0, 1000.0, 2.0)
-    assert (rounded(fakes.ours), fakes.peer, fakes.peer_name) == (1.0, None, None)
-    assert set(block["no_op_by_workers"]) == {"practicum", "bare ray"}
-    assert list(block["no_op_by_workers"]["practicum"]["ms_by_size"]) == ["2", "8", "32"]
-    assert list(block["no_op_by_fakes"]["practicum"]["ms_by_size"]) == ["256", "1024"]
-
-
-def test_quick_and_full_runs_have_the_same_rows() -> None:
-    def names(job: Job) -> list[tuple[str, str, str | None]]:
-        parts = {"noop": 1.0, "rows": 1.0, "items": 1.0, "start": 1.0}
-        parts |= {f"noop_{size}": float(size) for size in job.larger_teams}
-        parts |= {f"fakes_{size}": float(size) for size in job.fakes}
-        medians = {"practicum": parts, "bare ray": parts}
-        found: list[Row] = [*controller.case_rows(medians), *controller.growth_of(medians, job)[0]]
-        return [(row.case, row.metric, row.peer_name) for row in found]
-
-    assert names(controller.QUICK_GROWTH) == names(controller.FULL_GROWTH)
+    growing = {"practicum": OURS_WITH_FAKES, "bare ray": {"noop": 2.0, "noop_8": 8.0, "noop_32": 32.0}}
+    sides: Sides = {"practicum": {}, "bare ray": {}}
+    workers = add_growth(sides, FURTHER, growing, "noop")
+    fakes = add_growth(sides, OWN, growing, "fakes")
+    rows = [(rounded(row.ours), rounded(row.peer), row.peer_name) for row in rows_of(TABLE, sides)]
+    assert rows == [(500.0, 1000.0, "bare ray"), (1.0, None, None)]
+    assert set(workers) == {"practicum", "bare ray"} and set(fakes) == {"practicum"}
+    assert list(workers["practicum"]["ms_by_size"]) == ["2", "8", "32"]
+    assert list(fakes["practicum"]["ms_by_size"]) == ["256", "1024"]
 
 
 def test_a_job_survives_the_command_line() -> None:
-    assert Job.parse(JOB.dump()) == JOB
+    assert Job(**json.loads(JOB.dump())) == JOB
 
 
 def test_calls_are_timed_by_name(stopped: Any) -> None:
     timings = time_calls({"one": stopped(SleepingTeam)(1), "other": stopped(SleepingTeam)(1)}, JOB)
-    assert list(timings) == ["one", "other"]
-    assert list(timings["one"]) == list(timings["other"]) == ["noop", "items", "rows quickly"]
+    sides = {"one": "one (quickly)", "other": "other (quickly)"}
+    assert set(timings) == {f"{side}: {call}" for side in sides for call in ("noop", "items")} | {
+        f"{way}: rows" for way in sides.values()
+    }
 
 
 def test_a_job_without_batches_times_the_no_op_alone(stopped: Any) -> None:
-    assert list(time_calls({"us": stopped(SleepingTeam)(1)}, Job(num_noops=3))["us"]) == ["noop"]
+    assert list(time_calls({"us": stopped(SleepingTeam)(1)}, Job(num_noops=3))) == ["us: noop"]
 
 
-def test_parts_are_sorted_by_side() -> None:
-    parts = [{"step": 9.0, "practicum: noop": 1.0, "bare ray: noop": 2.0}, {"step": 9.0, "verl: rows NumPy": 3.0}]
-    assert controller.by_side(parts) == {
-        "practicum": {"noop": 1.0},
-        "bare ray": {"noop": 2.0},
-        "verl": {"rows NumPy": 3.0},
-    }
+def test_the_parts_of_a_step_are_sorted_by_side() -> None:
+    script = """
+from bench.contestant import Line, step
+line = Line()
+numbers = {"practicum: noop": 1.0, "verl (NumPy): rows": 3.0, "practicum: math: s": 2.0}
+line.serve([], lambda case: step(1.0, 1, **numbers))
+"""
+    plan = Plan(warmup_steps=0, num_rounds=1, steps_per_turn=1)
+    sides, where = contest({"one": [sys.executable, "-c", script]}, plan, {})
+    assert sides == {"practicum": {"noop": 1.0, "math: s": 2.0}, "verl (NumPy)": {"rows": 3.0}}
+    assert where["rounds"] == 1
 
 
 def test_sides_take_turns_and_make_as_many_calls() -> None:
     calls: list[str] = []
-    medians_s({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 30)
+    timed("call", {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 30)
     assert (calls.count("a"), calls.count("b")) == (30, 30)
     assert "".join(calls) == "a" * 7 + "b" * 14 + "a" * 14 + "b" * 14 + "a" * 9 + "b" * 2
 
@@ -179,24 +177,24 @@ def test_a_start_that_found_its_processes_running_is_refused(stopped: Any) -> No
 # Growth in a straight line
 
 
+def growth(ms_by_size: dict[int, float]) -> tuple[float, dict[str, Any]]:
+    sides: Sides = {"us": {}}
+    points = add_growth(sides, FURTHER, {"us": {f"fakes_{size}": ms for size, ms in ms_by_size.items()}}, "fakes")
+    return sides["us"][FURTHER], points["us"]
+
+
 def test_a_straight_line_has_its_slope_and_explains_everything() -> None:
-    series = Series({32: 1.0 + 32 * 0.5, 2: 1.0 + 2 * 0.5, 8: 1.0 + 8 * 0.5})
-    assert series.slope == pytest.approx(0.5)
-    assert series.r_squared == pytest.approx(1.0)
+    slope, points = growth({size: 1.0 + size * 0.5 for size in (32, 2, 8)})
+    assert slope == pytest.approx(500.0)
+    assert points["r_squared"] == 1.0
+    assert list(points["ms_by_size"].items()) == [("2", 2.0), ("8", 5.0), ("32", 17.0)]
 
 
 def test_a_fixed_cost_on_top_of_a_straight_line_is_no_growth() -> None:
-    assert Series({2: 3.0, 8: 6.0, 32: 18.0}).worst_growth < 1.0
+    assert growth({2: 3.0, 8: 6.0, 32: 18.0})[1]["worst_growth_of_cost_per_worker"] < 1.0
 
 
 def test_a_cost_that_grows_with_the_square_shows_even_where_the_fit_is_good() -> None:
-    series = Series({size: size**2 / 1e6 for size in (256, 1024, 4096)})
-    assert series.r_squared > 0.9
-    assert series.worst_growth == pytest.approx(4.0)
-
-
-def test_the_environment_block_has_the_points_in_order() -> None:
-    block = Series({8: 0.004, 2: 0.001}).as_dict()
-    assert list(block["ms_by_size"].items()) == [("2", 1.0), ("8", 4.0)]
-    assert block["r_squared"] == 1.0
-    assert block["worst_growth_of_cost_per_worker"] == 1.0
+    _, points = growth({size: size**2 / 1e3 for size in (256, 1024, 4096)})
+    assert points["r_squared"] > 0.9
+    assert points["worst_growth_of_cost_per_worker"] == 4.0

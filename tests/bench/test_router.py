@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import struct
 import sys
 from pathlib import Path
 
@@ -14,34 +13,32 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks a
 
 from bench import router, router_faults, router_load
 from bench.harness import ContestantError, Options, UsageError
-from bench.router import KILOBYTE, OURS, ROUTERS, Setup, light_request, light_response
-from bench.router_faults import HINT, NO_HINT, SPEEDS, Ledger, Verdict, avoided_after, back_after
+from bench.router import KILOBYTE, LIGHT_REQUEST, LIGHT_RESPONSE, OURS, ROUTERS, Setup
+from bench.router_faults import AVOIDED, BACK, FAILED, HINT, NO_HINT, SPEEDS, avoided_after, back_after
 from bench.router_load import read_response, read_wrk
-from bench.router_work import JOB, Client, Emulation, Request, Result, Worker, judge, read_arrivals, read_message
+from bench.router_work import (
+    JOB,
+    Emulation,
+    Result,
+    Worker,
+    judge,
+    read_message,
+    request_of,
+    send_all,
+)
 from bench.turns import PORTS, Step, Tally, free_ports, is_listened_to
 
 WRK = """Running 1s test @ http://127.0.0.1:20001/v1/completions
   1 threads and 64 connections
 Requests/sec:  43018.21
 
-RESULT {"requests": 43018, "duration_us": 2000000, "p50_us": 1400, "p99_us": 3042, "failed": 2}
+RESULT {"requests": 43018, "duration_us": 2000000, "failed": 2}
 """
 
 
-class Weighed:
-    """A program whose memory grows by a byte with every look."""
-
-    def __init__(self) -> None:
-        self.bytes = 99
-
-    def rss(self) -> int:
-        self.bytes += 1
-        return self.bytes
-
-
 def test_wrk_is_read_by_its_last_line() -> None:
-    result = read_wrk(WRK)
-    assert (result["requests"], result["failed"], router_load.seconds(result)) == (43018, 2, 2.0)
+    step = read_wrk(WRK)
+    assert (step.amount, step.parts["failed"], step.seconds) == (43018, 2, 2.0)
 
 
 def test_wrk_without_a_result_is_an_error_that_says_what_it_said() -> None:
@@ -61,7 +58,7 @@ def test_load_rows_are_medians_beside_each_peer() -> None:
     assert [row.peer for row in alone] == [None, None]
 
 
-@pytest.mark.parametrize("text", [light_request(), light_response()])
+@pytest.mark.parametrize("text", [LIGHT_REQUEST, LIGHT_RESPONSE])
 def test_light_bodies_are_a_kilobyte_of_json_that_fits_into_scripts(text: str) -> None:
     json.loads(text)
     assert len(text) == KILOBYTE
@@ -72,7 +69,7 @@ def test_the_wrk_script_of_each_case_has_its_body(tmp_path: Path) -> None:
     same, different = (
         router_load.write_script(tmp_path, case).read_text() for case in (router_load.SAME, router_load.DIFFERENT)
     )
-    assert light_request() in same and light_request() in different
+    assert LIGHT_REQUEST in same and LIGHT_REQUEST in different
     assert "X-Request-Id" in different and "X-Request-Id" not in same
     assert "%%" not in same
 
@@ -97,11 +94,10 @@ def test_an_answer_other_than_200_ends_the_measurement() -> None:
 
 
 def test_jobs_are_the_same_for_everyone_and_as_much_work_for_every_seed() -> None:
-    jobs = router_faults.FULL_JOBS
-    first, again, other = (jobs.works(seed) for seed in (0, 0, 1))
+    first, again, other = (router_faults.works_of(2000, 0.2, seed) for seed in (0, 0, 1))
     assert first == again != other
-    assert len(first) == jobs.num
-    assert sum(first) == pytest.approx(sum(other)) == pytest.approx(jobs.num * jobs.mean_work_s)
+    assert len(first) == 2000
+    assert sum(first) == pytest.approx(sum(other)) == pytest.approx(2000 * 0.2)
     assert router_faults.ideal_s(first) == pytest.approx(sum(first) / (4 * sum(SPEEDS)))
 
 
@@ -133,8 +129,8 @@ def test_a_worker_is_back_with_the_first_window_of_half_a_fair_share() -> None:
 
 def test_fault_rows_name_the_fault_and_lower_is_better() -> None:
     results = {
-        ("kill", OURS): Verdict(1, 0.5, 2.0, 0.1, {}, 100),
-        ("kill", "naive"): Verdict(8, 4.0, 1.0, 6.0, {}, 100),
+        ("kill", OURS): {FAILED: 1, AVOIDED: 0.5, BACK: 2.0},
+        ("kill", "naive"): {FAILED: 8, AVOIDED: 4.0, BACK: 1.0},
     }
     rows = router_faults.fault_rows(results, ["kill"])
     assert [(row.case, row.metric, row.ratio) for row in rows] == [
@@ -158,23 +154,19 @@ def test_only_its_own_answer_is_one(status: int, body: bytes, expected: tuple[st
 
 
 def test_a_worker_understands_what_the_client_asks() -> None:
-    head, _, body = Request(7, 0.25, cost=3.0).as_bytes().partition(b"\r\n\r\n")
+    head, _, body = request_of(7, 0.25, cost=3.0)[1].partition(b"\r\n\r\n")
     assert b"\r\nx-practicum-cost: 3.000000\r\n" in head + b"\r\n"
     assert f"Content-Length: {len(body)}".encode() in head
     job = JOB.search(body)
     assert job is not None and (job[1], float(job[2])) == (b"7", 0.25)
     compact = json.dumps(json.loads(body), separators=(",", ":")).encode()  # as some routers pass it on
     assert JOB.search(compact) is not None
-    assert b"x-practicum-cost" not in Request(7, 0.25).as_bytes()
-
-
-def test_arrivals_outlive_a_worker_that_was_killed_in_mid_write(tmp_path: Path) -> None:
-    assert read_arrivals(struct.pack("dd", 1.0, 2.5) + b"\0\0\0") == [1.0, 2.5]
+    assert b"x-practicum-cost" not in request_of(7, 0.25)[1]
 
 
 def test_a_worker_that_hung_loses_what_it_held_when_it_recovers() -> None:
     async def hang() -> tuple[object, object, object]:
-        emulation = Emulation(Worker("w0", 0))
+        emulation = Emulation(Worker(0))
         job = b'{"prompt": "7 0.0 please"}'
         await emulation.respond(b"post /control/hang http/1.1", b"")
         held = asyncio.create_task(emulation.respond(b"post / http/1.1", job))
@@ -206,27 +198,16 @@ def test_a_message_is_read_to_its_end_however_it_is_framed(framed: bytes) -> Non
 
 def test_the_client_sends_every_request_once_and_checks_each_response() -> None:
     async def ask() -> tuple[list[Result], int]:
-        server = await asyncio.start_server(Emulation(Worker("w0", 0)).serve, "127.0.0.1", 0)
+        server = await asyncio.start_server(Emulation(Worker(0)).serve, "127.0.0.1", 0)
         results: list[Result] = []
-        client = Client(server.sockets[0].getsockname()[1], (Request(n, 0.001) for n in range(9)), 3, results.append)
-        await client.run()
+        port = server.sockets[0].getsockname()[1]
+        num_unasked = await send_all(port, (request_of(n, 0.001) for n in range(9)), 3, results.append)
         server.close()
-        return results, client.num_unasked
+        return results, num_unasked
 
     results, num_unasked = asyncio.run(ask())
     assert sorted(result.id for result in results) == list(range(9)) and num_unasked == 0
     assert {(result.worker, result.failure) for result in results} == {("w0", None)}
-
-
-def test_the_ledger_counts_each_request_once() -> None:
-    ledger = Ledger(Weighed(), 10)  # type: ignore[arg-type]
-    for number in [*range(9), 3]:
-        failure = "status 500" if number == 5 else None
-        ledger.note(Result(number, 0.0, 1.0, None if failure else "w0", failure))
-    failed, twice, growth = ledger.rows(num_unasked=3)
-    assert (twice.ours, failed.ours, ledger.failures) == (1 + 3, 2, {"status 500": 1})
-    assert list(ledger.rss) == [0.1, 0.5, 1.0]
-    assert growth.ours == pytest.approx(2.0)
 
 
 def test_ports_are_free_and_never_given_out_twice() -> None:
@@ -243,11 +224,11 @@ def test_our_router_is_told_its_workers_and_the_arguments_of_the_command_line(tm
 
 
 def test_who_takes_part() -> None:
-    assert router.contestants("none") == [OURS]
-    assert router.contestants("nginx") == [OURS, "nginx"]
-    assert router.contestants(None) == list(ROUTERS)
+    assert router.contestants(Options(peer="none")) == [OURS]
+    assert router.contestants(Options(peer="nginx")) == [OURS, "nginx"]
+    assert router.contestants(Options()) == list(ROUTERS)
     with pytest.raises(UsageError, match="known: naive, sglang_router"):
-        router.contestants("squid")
+        router.contestants(Options(peer="squid"))
 
 
 def test_only_wanted_cases_are_measured() -> None:

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,14 +32,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.grpo import OURS, job_file
+from bench.grpo import OURS, commands_of
 from bench.grpo_work import Job
 from bench.harness import RESULTS, Row, environment, free_memory, run_parts
 from bench.models import save_large, step_bytes, write_prompts
-from bench.replay_exact import actor_settings, dealt, replay_settings
 from bench.turns import Plan, Tally, alternate, opened
-from bench.work import groups_of, made_samples, native_engine, to_learn_from, written
-from practicum.controller import LocalWorkerGroup, RayClassWithInitArgs
+from bench.work import (
+    groups_of,
+    made_samples,
+    mini_batches,
+    native_engine,
+    open_actors,
+    replay_settings,
+    to_learn_from,
+    written,
+)
 from practicum.models import load_config
 from practicum.rollout.base import BaseRollout
 from practicum.train import ActorWorker, UpdateStats
@@ -54,33 +61,26 @@ GRPO_WORK = {"prompts_per_step": 32, "answers_per_prompt": 8, "max_new_tokens": 
 QUICK_GRPO_WORK = {"prompts_per_step": 4, "answers_per_prompt": 4, "max_new_tokens": 32, "pass_answers": 4}
 
 
-@dataclass(slots=True)
+@dataclass
 class Work:
     folder: Path
     quick: bool
     peer: bool
     seen: dict[str, Any]  # for the environment
-    _bandwidth: float = 0.0
 
     def model(self, case: str) -> Path:
         path = self.folder / case
         return path if path.exists() else save_large(case, path, quick=self.quick)
 
-    @property
-    def num_rounds(self) -> int:
-        return 1 if self.quick else 2
-
-    @property
+    @cached_property
     def bandwidth(self) -> float:
         """The bytes a second that a copy on the device reads and writes."""
-        if not self._bandwidth:
-            source = torch.empty(1 << (28 if self.quick else 32), dtype=torch.uint8, device="cuda")
-            target = torch.empty_like(source)
-            target.copy_(source)
-            seconds = min(timed(lambda: target.copy_(source)) for _ in range(5))
-            self._bandwidth = 2 * source.nbytes / seconds
-            self.seen["copy_tb_per_s"] = self._bandwidth / 1e12
-        return self._bandwidth
+        source = torch.empty(1 << (28 if self.quick else 32), dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        target.copy_(source)
+        seconds = min(timed(lambda: target.copy_(source)) for _ in range(5))
+        self.seen["copy_tb_per_s"] = 2 * source.nbytes / seconds / 1e12
+        return 2 * source.nbytes / seconds
 
     @contextmanager
     def engine(self, case: str) -> Iterator[BaseRollout]:
@@ -88,6 +88,14 @@ class Work:
         with native_engine(self.model(case), device="cuda", **options) as engine:
             yield engine
         del engine
+        free_memory()
+
+    @contextmanager
+    def actor(self, case: str, mode: str = "disabled") -> Iterator[Any]:
+        settings: dict[str, Any] = {"threads": 8, "device": "cuda", "compute_dtype": "bfloat16"}
+        with open_actors(self.model(case), replay=replay_settings(mode, self.folder), **settings) as actor:
+            yield actor
+        del actor
         free_memory()
 
 
@@ -133,9 +141,11 @@ def engine_rows(work: Work) -> list[Row]:
         rates: dict[str, float] = {}
         with work.engine(case) as engine:
             for size, (num, prompt, new) in sizes.items():
-                seconds, first_s = (median_seconds(engine, num, prompt, n, work.num_rounds) for n in (new, 1))
-                step_s = (seconds - first_s) / (new - 1)
-                bound_s = step_bytes(config, num, prompt + new // 2) / work.bandwidth
+                half, num_rounds = new // 2, 1 if work.quick else 2
+                seconds, half_s, first_s = (median_seconds(engine, num, prompt, n, num_rounds) for n in (new, half, 1))
+                # Between two runs that decode: what the prefill does differently for one token alone does not count.
+                step_s = (seconds - half_s) / (new - half)
+                bound_s = step_bytes(config, num, prompt + (half + new) // 2) / work.bandwidth
                 rates[size] = num * new / seconds
                 label = f"{case} {num} x ({prompt} + {new})"
                 rows += [
@@ -191,21 +201,8 @@ def memory_rows(work: Work) -> list[Row]:
 # The trainer, and how far it is from the engine
 
 
-@contextmanager
-def learner(model: Path, **changed: Any) -> Iterator[Any]:
-    settings = actor_settings(model, threads=8, device="cuda", compute_dtype="bfloat16", **changed)
-    group = LocalWorkerGroup(RayClassWithInitArgs(ActorWorker, settings), name="learner")
-    try:
-        yield group
-    finally:
-        group.shutdown()
-        del group
-        free_memory()
-
-
-def update(group: Any, samples: Sequence[Sample], step: int) -> UpdateStats:
-    batches = dealt(to_learn_from(samples, step), 1, 1, MICRO_BATCH_TOKENS)
-    (stats,) = group.map(ActorWorker.update, batches, step)
+def update(actor: Any, samples: Sequence[Sample], step: int) -> UpdateStats:
+    (stats,) = actor.map(ActorWorker.update, mini_batches(to_learn_from(samples, step), 1, 1, MICRO_BATCH_TOKENS), step)
     return stats  # type: ignore[no-any-return]
 
 
@@ -214,10 +211,10 @@ def train_rows(work: Work) -> list[Row]:
     rows = []
     for case in CASES:
         samples = made_samples([(prompt, new)] * num, _WORDS)
-        with learner(work.model(case)) as group:
-            update(group, samples, 1)
+        with work.actor(case) as actor:
+            update(actor, samples, 1)
             torch.cuda.reset_peak_memory_stats()
-            seconds = [timed(partial(update, group, samples, step)) for step in range(2, 5)]
+            seconds = [timed(partial(update, actor, samples, step)) for step in range(2, 5)]
             peak = torch.cuda.max_memory_allocated()
         theirs = _plain_rate(work.model(case), 4 if work.quick else 32, prompt + new) if work.peer else None
         rate = num * (prompt + new) / statistics.median(seconds)
@@ -249,12 +246,11 @@ def agreement_rows(work: Work) -> list[Row]:
             samples = written(engine, groups(*((8, 16, 24) if work.quick else (64, 128, 256))))
             greedy = written(engine, groups(*((4, 16, 16) if work.quick else (32, 128, 64)), temperature=0.0))
         rows += _greedy_rows(work.model(case), case, greedy)
-        for mode in (None, "R3") if case == "moe" else (None,):
-            own = samples if mode else [replace(sample, routes=None) for sample in samples]
-            replay = replay_settings(mode, work.folder) if mode else None
-            with learner(work.model(case), replay=replay) as group:
-                stats = update(group, own, 1)
-            label = f"agreement {case} {mode or ''}".rstrip()
+        for mode in ("disabled", "R3") if case == "moe" else ("disabled",):
+            own = samples if mode == "R3" else [replace(sample, routes=None) for sample in samples]
+            with work.actor(case, mode) as actor:
+                stats = update(actor, own, 1)
+            label = f"agreement {case} R3" if mode == "R3" else f"agreement {case}"
             rows += [
                 Row(label, "KL(rollout|trainer) a token", stats.rollout_kl / stats.num_tokens, better="lower"),
                 Row(label, "largest log-prob difference", stats.rollout_gap, better="lower"),
@@ -292,9 +288,9 @@ def grpo_rows(case: str, work: Work) -> list[Row]:
     """32 prompts of 128 tokens x 8 answers x 256 tokens and one update a step, in bfloat16."""
     quick = work.quick
     plan = Plan(warmup_steps=1 if quick else 2, num_rounds=1 if quick else 3, steps_per_turn=1)
-    modules = {OURS: "bench.contestants.practicum_grpo"}
+    pythons = {OURS: sys.executable}
     if work.peer and find_spec("trl") is not None:
-        modules["trl"] = "bench.peers.trl_grpo"
+        pythons["trl"] = sys.executable
     prompts = work.folder / "prompts.jsonl"
     write_prompts(prompts, num_words=(127, 127))
     sizes = QUICK_GRPO_WORK if quick else GRPO_WORK
@@ -304,8 +300,7 @@ def grpo_rows(case: str, work: Work) -> list[Row]:
         replay="R3" if case == "moe" else "disabled",
     )  # fmt: skip
     tallies: dict[str, Tally] = {}
-    for name, module in modules.items():
-        command = [sys.executable, "-m", module, job_file(job, work.folder, name)]
+    for name, command in commands_of(job, pythons).items():
         env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         with opened({name: command}, work.folder, env) as contestants:
             tallies |= alternate(contestants, plan)

@@ -16,26 +16,25 @@ import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from bench.contestant import JobFile, Line, step
+from bench.contestant import Argument, Line, step
 from bench.harness import Options, Outcome, Row
 from bench.models import VOCABULARY, write_model
-from bench.replay_exact import actor_settings, dealt, replay_settings, routes_of
-from bench.turns import Plan, Tally, cpu_environment, opened, take_turns
-from bench.work import groups_of, native_engine, to_learn_from, written
-from practicum.controller import LocalWorkerGroup, RayClassWithInitArgs, WorkerGroup
+from bench.replay_exact import DISABLED, routes_of
+from bench.turns import Plan, Tally, alternate, cpu_environment, opened
+from bench.work import groups_of, mini_batches, native_engine, open_actors, replay_settings, to_learn_from, written
+from practicum.controller import WorkerGroup
 from practicum.replay import coded
 from practicum.rollout.base import BaseRollout
 from practicum.train import ActorWorker
 from practicum.types import PromptGroup, Sample, SamplingParams
 
-DISABLED = "disabled"
 ROLLOUT, UPDATE, UPDATES = "cost rollout", "cost update, 1 mini-batch", "cost update, 4 mini-batches"
 MINI_BATCHES = {UPDATE: 1, UPDATES: 4}
 MODES: dict[str, Sequence[str]] = {
@@ -48,9 +47,7 @@ QUICK = Plan(warmup_steps=1, num_rounds=1, steps_per_turn=1)
 
 
 @dataclass(frozen=True)
-class Job(JobFile):
-    """All a contestant needs to know."""
-
+class Job(Argument):
     folder: str  # of its own: for samples and recordings
     model: str
     threads: int
@@ -66,15 +63,15 @@ class Job(JobFile):
     def engine(self) -> dict[str, Any]:
         return {"device": self.device, "dtype": self.dtype, "max_batch": self.num_samples}
 
-    def groups(self, prompt_tokens: tuple[int, int], seed: int = 0) -> list[PromptGroup]:
+    def groups(self, spread: int = 0, seed: int = 0) -> list[PromptGroup]:
         params = SamplingParams(self.new_tokens, ignore_eos=True)
-        return groups_of(self.num_samples, prompt_tokens, params, self.vocabulary, seed)
+        lengths = (self.prompt_tokens - spread, self.prompt_tokens + spread)
+        return groups_of(self.num_samples, lengths, params, self.vocabulary, seed)
 
     def make_samples(self) -> None:
         """Have the native engine write samples; keep them with routes as they travel."""
-        spread = self.prompt_tokens // 4
         with native_engine(self.model, keep_routes=True, **self.engine) as engine:
-            samples = written(engine, self.groups((self.prompt_tokens - spread, self.prompt_tokens + spread)))
+            samples = written(engine, self.groups(spread=self.prompt_tokens // 4))
         for sample, routes in zip(samples, coded(routes_of(samples)), strict=True):
             sample.routes = routes
         (Path(self.folder) / "samples.pkl").write_bytes(pickle.dumps(samples))
@@ -90,45 +87,43 @@ def run(options: Options) -> Outcome:
         return Outcome([])
     threads = 1 if options.quick else os.cpu_count() or 1
     with tempfile.TemporaryDirectory(prefix="bench-replay-") as name:
-        folder = Path(name)
-        write_model(folder / "model", mixture_of_experts=True)
+        model = write_model(Path(name) / "model", mixture_of_experts=True)
         few = {"num_samples": 8, "prompt_tokens": 8, "new_tokens": 8} if options.quick else {}
-        job = Job(name, str(folder / "model"), threads, **few)
+        job = Job(name, str(model), threads, **few)
         if set(wanted) - {ROLLOUT}:
             job.make_samples()
         plan = QUICK if options.quick else FULL
-        tallies = contest(job, wanted, plan, folder)
+        tallies = dict(contests(job, wanted, plan))
     rows = [row for case in wanted for row in case_rows(case, tallies[case])]
-    others = {case: round(max(tally.others_share for tally in own.values()), 3) for case, own in tallies.items()}
+    others = {case: round(own[DISABLED].others_share, 3) for case, own in tallies.items()}
     sizes = {name: value for name, value in asdict(job).items() if name not in ("folder", "model")}
     return Outcome(rows, {"cost": {"plan": asdict(plan), **sizes, "cpu_share_of_others": others}})
 
 
-def contest(job: Job, cases: Sequence[str], plan: Plan, folder: Path) -> dict[str, dict[str, Tally]]:
-    """Return tallies by case and mode."""
-    job.write(folder / "job.json")
-    program = [sys.executable, "-m", "bench.replay_cost", str(folder / "job.json")]
+def contests(job: Job, cases: Sequence[str], plan: Plan) -> Iterator[tuple[str, dict[str, Tally]]]:
+    """Yield each case with the tallies of its modes."""
+    program = [sys.executable, "-m", "bench.replay_cost", job.dump()]
     commands = {mode: [*program, mode] for case in cases for mode in MODES[case]}
-    found: dict[str, dict[str, Tally]] = {}
-    with opened(commands, folder, cpu_environment(job.threads), end_s=3.0) as sides:
+    with opened(commands, Path(job.folder), cpu_environment(job.threads), end_s=3.0) as sides:
         for side in sides:
             side.ready(plan.start_s)
         for case in cases:
             print(f"{case}:", file=sys.stderr, flush=True)
-            found[case] = take_turns([side for side in sides if side.name in MODES[case]], plan, case)
-    return found
+            yield case, alternate([side for side in sides if side.name in MODES[case]], plan, case)
 
 
 def case_rows(case: str, tallies: Mapping[str, Tally]) -> list[Row]:
-    plain = tallies[DISABLED]
-    return [
-        Row(case, f"{mode}: {metric}", read(tally), read(plain), DISABLED, "lower")
+    """Return what a step takes in each mode against disabled; CPU time where that was measured."""
+    found = {
+        mode: {"s a step": tally.parts()["step"], "CPU s a step": tally.cpu_s / len(tally.steps)}
         for mode, tally in tallies.items()
-        if mode != DISABLED
-        for metric, read in (
-            ("s a step", lambda tally: tally.parts()["step"]),
-            ("CPU s a step", lambda tally: tally.cpu_s / len(tally.steps)),
-        )
+    }
+    plain = found.pop(DISABLED)
+    return [
+        Row(case, f"{mode}: {metric}", value, plain[metric], DISABLED, "lower")
+        for mode, own in found.items()
+        for metric, value in own.items()
+        if plain[metric]
     ]
 
 
@@ -144,13 +139,15 @@ class Side:
         self._num_steps = 0
         self._stack = ExitStack()
 
+    def close(self) -> None:
+        self._stack.close()
+
     def step(self, case: str) -> dict[str, Any]:
         self._num_steps += 1
         return self._rollout() if case == ROLLOUT else self._update(MINI_BATCHES[case])
 
     def _rollout(self) -> dict[str, Any]:
-        engine, length = self._engine, self._job.prompt_tokens
-        groups = self._job.groups((length, length), seed=1000 * self._num_steps)
+        engine, groups = self._engine, self._job.groups(seed=1000 * self._num_steps)
         began = time.perf_counter()
         samples = written(engine, groups)
         seconds = time.perf_counter() - began
@@ -161,20 +158,16 @@ class Side:
 
     def _update(self, num_parts: int) -> dict[str, Any]:
         samples = to_learn_from(self._samples, self._num_steps)
-        batches = dealt(samples, 1, num_parts, self._job.micro_batch_tokens)
+        batches = mini_batches(samples, 1, num_parts, self._job.micro_batch_tokens)
         learner = self._learner
         began = time.perf_counter()
         (stats,) = learner.map(ActorWorker.update, batches, self._num_steps)
         seconds = time.perf_counter() - began
         num_tokens = sum(sample.num_tokens for sample in samples)
-        if (stats.replay is None) != (self._mode == DISABLED):
-            raise RuntimeError(f"replay statistics {stats.replay} in mode {self._mode}")
-        if stats.replay is not None and stats.replay.num_rows != num_tokens:
-            raise RuntimeError(f"{stats.replay.num_rows} tokens were replayed where {num_tokens} were learnt from")
+        num_replayed = None if stats.replay is None else stats.replay.num_rows
+        if num_replayed != (None if self._mode == DISABLED else num_tokens):
+            raise RuntimeError(f"{num_replayed} of {num_tokens} tokens were replayed in mode {self._mode}")
         return step(seconds, num_tokens)
-
-    def close(self) -> None:
-        self._stack.close()
 
     @cached_property
     def _engine(self) -> BaseRollout:
@@ -189,26 +182,19 @@ class Side:
     @cached_property
     def _learner(self) -> WorkerGroup[ActorWorker]:
         job = self._job
-        replay = None if self._mode == DISABLED else replay_settings(self._mode, Path(job.folder))
-        settings = actor_settings(
-            Path(job.model), threads=job.threads, device=job.device, compute_dtype=job.dtype, replay=replay
-        )
-        group = LocalWorkerGroup(RayClassWithInitArgs(ActorWorker, settings), name="learner")
-        self._stack.callback(group.shutdown)
-        return group
+        replay = replay_settings(self._mode, Path(job.folder))
+        settings = {"threads": job.threads, "device": job.device, "compute_dtype": job.dtype, "replay": replay}
+        return self._stack.enter_context(open_actors(Path(job.model), **settings))
 
 
 def main() -> None:
     line = Line()
     import torch
 
-    job = Job.read(sys.argv[1])
+    job = Job.parse(sys.argv[1])
     torch.set_num_threads(job.threads)
-    side = Side(job, sys.argv[2])
-    try:
+    with closing(Side(job, sys.argv[2])) as side:
         line.serve(["practicum", "torch", "transformers"], side.step)
-    finally:
-        side.close()
 
 
 if __name__ == "__main__":

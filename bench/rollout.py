@@ -4,7 +4,7 @@
     alone     share of the matrix rate, log-probs, greedy      ours                                  a step each
     demo      the demonstration's training, its accuracy       rollout.engine=native and =hf         in turns
     weights   a version from trainer to engine, by channel     memcpy; see rollout_weights.py        in turns
-    promises  kill, update under load, conversation            ours                                  once
+    promises  kill, update under load, conversation            ours; see rollout_promises.py         once
 
 The work is in rollout_work.py, our side in rollout_ours.py.
 """
@@ -16,24 +16,21 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from bench.grpo import OURS, rate_rows
-from bench.harness import Options, Outcome, Peer, Row, UsageError
+from bench.harness import Options, Outcome, Peer, Row, UsageError, asked_peers
 from bench.models import VOCABULARY, write_model
 from bench.overlap import write_demo
 from bench.rollout_work import DENSE, MOE, Job, make_cases
-from bench.turns import Contestant, Plan, Tally, cpu_environment, opened, take_turns
+from bench.turns import Plan, Tally, alternate, cpu_environment, opened
 
 GENERATE, CONTINUOUS, TRL, VLLM = "generate", "continuous_batching", "trl", "vllm"
 PEERS = (GENERATE, CONTINUOUS, TRL, VLLM)
-IN_ENVIRONMENTS_OF_THEIR_OWN = (TRL, VLLM)
 LOG_PROBS, GREEDY, DEMO, WEIGHTS = "log-probs", "greedy", "demo", "weights"
 REPLICAS, CONVERSATION, NUM_TURNS = "kill, update under load", "conversation", 50
-SHARE = "share of the matrix rate"
 DIFFERENCE = "largest difference to a full forward pass"
 
 
@@ -50,7 +47,7 @@ class Sizes:
     demo_backend: str
     promised_tokens: int  # of each answer of the replicas
     end_s: float  # then contestants are killed: nothing of worth is left in them
-    more_environment: Mapping[str, str]  # of all contestants
+    environment: Mapping[str, str]  # of all contestants
 
 
 FULL = Sizes(
@@ -58,23 +55,16 @@ FULL = Sizes(
     plan=Plan(warmup_steps=1, num_rounds=7, steps_per_turn=1, extra_rounds=14, patience_s=300, turn_s=600),
     warms_each_case=True, num_looks=5,
     demo=Plan(warmup_steps=4, num_rounds=8, steps_per_turn=5, extra_rounds=16, patience_s=300), demo_steps=150,
-    demo_accuracy=0.3, demo_backend="ray", promised_tokens=48, end_s=3.0, more_environment={},
+    demo_accuracy=0.3, demo_backend="ray", promised_tokens=48, end_s=3.0, environment={},
 )  # fmt: skip
 QUICK = Sizes(
-    num_prompts=8,
-    num_new=8,
-    plan=Plan(warmup_steps=1, num_rounds=1, steps_per_turn=1),
-    warms_each_case=False,
-    num_looks=1,
-    demo=Plan(warmup_steps=1, num_rounds=1, steps_per_turn=2),
-    demo_steps=4,
-    demo_accuracy=0.0,
+    num_prompts=8, num_new=8, plan=Plan(warmup_steps=1, num_rounds=1, steps_per_turn=1), warms_each_case=False,
+    num_looks=1, demo=Plan(warmup_steps=1, num_rounds=1, steps_per_turn=2), demo_steps=4, demo_accuracy=0.0,
     demo_backend="local",  # starting Ray twice takes too long for a quick run
-    promised_tokens=16,
-    end_s=0.3,
+    promised_tokens=16, end_s=0.3,
     # They get ready all at once: threads that spin while they wait for each other would take the cores from the others.
-    more_environment={"OMP_WAIT_POLICY": "passive"},
-)
+    environment={"OMP_WAIT_POLICY": "passive"},
+)  # fmt: skip
 
 
 def run(options: Options) -> Outcome:
@@ -96,90 +86,75 @@ def run(options: Options) -> Outcome:
         parts += [partial(promises, promised, sizes, folder)] if promised else []
         outcomes: list[Outcome] = []
         if wanted or checks:
-            models = {DENSE: str(folder / DENSE), MOE: str(folder / MOE)}
+            models = {model: str(folder / model) for model in (DENSE, MOE)}
             job = Job(models, wanted or cases, threads, VOCABULARY, options.quick)
             outcomes.append(contest(job, commands if wanted else {}, checks, list(wanted), sizes, folder))
         with ThreadPoolExecutor(3 if options.quick else 1) as pool:
             outcomes += pool.map(lambda part: part(), parts)
-        for found in outcomes:
-            rows += found.rows
-            where |= found.environment
+    for found in outcomes:
+        rows += found.rows
+        where |= found.environment
     return Outcome(rows, where)
 
 
 def peer_commands(asked: str | None) -> tuple[dict[str, list[str]], list[str]]:
     """Return the peers' programs, and the peers that are not installed and left out. One asked for must be."""
-    if asked == "none":
-        return {}, []
-    if asked is not None and asked not in PEERS:
-        raise UsageError(f"peer {asked!r} is not known here; known: {', '.join(PEERS)}, none.")
     commands, missing = {}, []
-    for name in PEERS if asked is None else [asked]:
-        if name not in IN_ENVIRONMENTS_OF_THEIR_OWN:
-            commands[name] = [sys.executable, "-m", "bench.peers.hf_rollout"]
-            continue
+    for name in asked_peers(asked, PEERS):
         try:
-            commands[name] = [Peer(name).python, "-m", f"bench.peers.{name}_rollout"]
+            python = sys.executable if name in (GENERATE, CONTINUOUS) else Peer(name).python
         except UsageError as error:
             if asked is not None:
                 raise
             print(f"left out: {error}", file=sys.stderr, flush=True)
             missing.append(name)
+            continue
+        module = "hf_rollout" if name in (GENERATE, CONTINUOUS) else f"{name}_rollout"
+        commands[name] = [*(vllm_settings(python) if name == VLLM else []), python, "-m", f"bench.peers.{module}"]
     return commands, missing
 
 
-def environment_of(name: str, command: Sequence[str]) -> dict[str, str]:
-    env = cpu_environment(os.cpu_count() or 1)
-    if name == VLLM:
-        # As its manual asks for; and in one process with all cores, where it would keep one for its second process.
-        runtime = Path(command[0]).parent.parent / "lib" / "libiomp5.so"
-        env |= {"LD_PRELOAD": str(runtime)} if runtime.exists() else {}
-        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    return env
+def vllm_settings(python: str) -> list[str]:
+    """Return what its manual asks for; and it runs in one process with all cores, where it would keep one for its
+    second process."""
+    runtime = Path(python).parent.parent / "lib" / "libiomp5.so"
+    preload = [f"LD_PRELOAD={runtime}"] if runtime.exists() else []
+    one_process = ["VLLM_ENABLE_V1_MULTIPROCESSING=0", "VLLM_CPU_OMP_THREADS_BIND=nobind"]
+    return ["env", *preload, *one_process, "VLLM_CPU_KVCACHE_SPACE=1", "VLLM_NO_USAGE_STATS=1"]
 
 
 # The contest, and what is checked of ours alone
 
 
 def contest(
-    job: Job, commands: Mapping[str, list[str]], checks: Sequence[str], cases: Sequence[str], sizes: Sizes, folder: Path
+    job: Job, peers: Mapping[str, list[str]], checks: Sequence[str], cases: Sequence[str], sizes: Sizes, folder: Path
 ) -> Outcome:
-    for model, path in job.models_used().items():
-        write_model(Path(path), mixture_of_experts=model == MOE)
-    job.write(folder / "job.json")
+    for model in job.models_used():
+        write_model(Path(job.models[model]), mixture_of_experts=model == MOE)
     plan = sizes.plan
+    programs = {OURS: [sys.executable, "-m", "bench.rollout_ours"], **peers}
+    commands = {name: [*program, job.dump(), name] for name, program in programs.items()}
     rows: list[Row] = []
     others: dict[str, float] = {}
-    with ExitStack() as stack:
-        everyone = []
-        for name, command in {OURS: [sys.executable, "-m", "bench.rollout_ours"], **commands}.items():
-            program = [*command, str(folder / "job.json"), name]
-            env = {**environment_of(name, command), **sizes.more_environment}
-            everyone.append(stack.enter_context(Contestant(name, program, folder, env, end_s=sizes.end_s)))
+    with opened(commands, folder, {**cpu_environment(job.threads), **sizes.environment}, sizes.end_s) as everyone:
         ours = everyone[0]
-        versions = {OURS: ours.ready(plan.start_s)}
+        ours.ready(plan.start_s)
         found = {check: ours.go(1, plan.turn_s, check)[0].amount for check in checks}  # while the others get ready
-        versions |= {one.name: one.ready(plan.start_s) for one in everyone[1:]}
+        versions = {one.name: one.ready(plan.start_s) for one in everyone}
         warm: set[str] = set()
         for case in cases:
             print(f"{case}:", file=sys.stderr, flush=True)
             is_warm = job.cases[case].model in warm and not sizes.warms_each_case
-            tallies = take_turns(everyone, replace(plan, warmup_steps=0) if is_warm else plan, case)
+            tallies = alternate(everyone, replace(plan, warmup_steps=0) if is_warm else plan, case)
             warm.add(job.cases[case].model)
             looks = Tally(ours.go(sizes.num_looks, plan.turn_s, f"matrix rate, {case}"))
-            rows += [*rate_rows(case, tallies), Row(case, SHARE, looks.rate)]
-            others[case] = _share_of_others(tallies)
-        rows += [check_row(check, value) for check, value in found.items()]
-        for one in everyone:
-            one.dismiss()
+            rows += [*rate_rows(case, tallies), Row(case, "share of the matrix rate", looks.rate)]
+            others[case] = round(tallies[OURS].others_share, 3)
+    if LOG_PROBS in found:
+        rows.append(Row(LOG_PROBS, DIFFERENCE, found[LOG_PROBS], better="lower"))
+    if GREEDY in found:
+        rows.append(Row(GREEDY, "families with the tokens of generate", found[GREEDY]))
     return Outcome(rows, {"versions": versions, "cpu_share_of_others": others})
-
-
-def check_row(check: str, value: float) -> Row:
-    if check == LOG_PROBS:
-        return Row(LOG_PROBS, DIFFERENCE, value, better="lower")
-    return Row(GREEDY, "families with the tokens of generate", value)
 
 
 # The demonstration's training
@@ -189,16 +164,13 @@ def demo(sizes: Sizes, folder: Path) -> Outcome:
     """Measure each engine's speed, and its accuracy on held-out problems when it has trained to the end."""
     write_demo(folder, sizes.demo_accuracy)
     program = [sys.executable, "-m", "bench.contestants.practicum_grpo", "demo"]
-    commands = {
-        engine: [*program, engine, str(folder), sizes.demo_backend, str(sizes.demo_steps)]
-        for engine in ("native", "hf")
-    }
-    with opened(commands, folder, sizes.more_environment, sizes.end_s) as contestants:
-        for one in contestants:
-            one.ready(sizes.demo.start_s)
-        tallies = take_turns(contestants, sizes.demo)
+    rest = [str(folder), sizes.demo_backend, str(sizes.demo_steps)]
+    commands = {engine: [*program, engine, *rest] for engine in ("native", "hf")}
+    with opened(commands, folder, sizes.environment, sizes.end_s) as contestants:
+        tallies = alternate(contestants, sizes.demo)
         accuracy = {one.name: one.go(1, sizes.demo.turn_s, "accuracy")[0].amount for one in contestants}
-    return Outcome(demo_rows(tallies, accuracy), {"demo_cpu_share_of_others": _share_of_others(tallies)})
+    share = round(tallies["native"].others_share, 3)
+    return Outcome(demo_rows(tallies, accuracy), {"demo_cpu_share_of_others": share})
 
 
 def demo_rows(tallies: Mapping[str, Tally], accuracy: Mapping[str, float]) -> list[Row]:
@@ -222,9 +194,9 @@ def weights(options: Options) -> Outcome:
 
 
 def promises(names: Sequence[str], sizes: Sizes, folder: Path) -> Outcome:
-    words = ["promises", str(folder), str(sizes.promised_tokens), str(NUM_TURNS)]
-    program = [sys.executable, "-m", "bench.rollout_ours", *words]
-    with Contestant("promises", program, folder, sizes.more_environment, end_s=sizes.end_s) as one:
+    words = [str(folder), str(sizes.promised_tokens), str(NUM_TURNS)]
+    commands = {"promises": [sys.executable, "-m", "bench.rollout_promises", *words]}
+    with opened(commands, folder, sizes.environment, sizes.end_s) as (one,):
         one.ready(sizes.plan.start_s)
         counts = {name: one.go(1, sizes.plan.turn_s, name)[0].parts for name in names}
     return Outcome([row for name in names for row in PROMISES[name](counts[name])])
@@ -252,7 +224,3 @@ def conversation_rows(counts: Mapping[str, float]) -> list[Row]:
 
 
 PROMISES = {CONVERSATION: conversation_rows, REPLICAS: replica_rows}  # whose contestant ends with the replicas
-
-
-def _share_of_others(tallies: Mapping[str, Tally]) -> float:
-    return round(max(tally.others_share for tally in tallies.values()), 3)

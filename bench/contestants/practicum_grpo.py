@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +26,7 @@ def grade(sample: Sample) -> float:
     return even_share(sample.token_ids.tolist())
 
 
-def config_of(job: Job) -> Config:
+def config_of(job: Job, overrides: Sequence[str] = ()) -> Config:
     from practicum import Config
 
     tree: dict[str, Any] = {
@@ -42,31 +42,28 @@ def config_of(job: Job) -> Config:
         "trainer": {"steps": 1_000_000, "threads_per_worker": job.threads, "run_dir": job.run_dir,
                     "device": job.device},
     }  # fmt: skip
-    return Config.from_tree(tree, source="bench grpo")
+    return Config.from_tree(tree, overrides, source="the benchmark")
 
 
 def demo_config_of(engine: str, folder: str, backend: str, num_steps: str) -> Config:
     from practicum.demo.run import demo_config
 
     overrides = [
-        f"rollout.engine={engine}",
-        f"controller.backend={backend}",
-        f"trainer.run_dir={Path(folder) / engine}",
+        f"rollout.engine={engine}", f"controller.backend={backend}", f"trainer.run_dir={Path(folder) / engine}",
         # Nothing but training steps until the last.
-        f"trainer.steps={num_steps}",
-        "trainer.checkpoint_every=0",
-        "validation.every=0",
+        f"trainer.steps={num_steps}", "trainer.checkpoint_every=0", "validation.every=0",
         "actor.router_replay.mode=disabled",  # not every engine keeps routes, and both are to do the same
-    ]
+    ]  # fmt: skip
     return demo_config(Path(folder), overrides)
 
 
 @contextmanager
 def idle_share() -> Iterator[dict[str, float]]:
-    """Measure how much of the time inside the block no kernel ran on the device, by what its driver says. Nothing
-    where there is no nvidia-ml-py."""
+    """Measure the share of the time inside the block in which no kernel ran on the device, by what its driver says.
+    Nothing where there is no nvidia-ml-py."""
+    found: dict[str, float] = {}
     if find_spec("pynvml") is None:
-        yield {}
+        yield found
         return
     import pynvml
 
@@ -79,7 +76,6 @@ def idle_share() -> Iterator[dict[str, float]]:
             seen.append(1 - pynvml.nvmlDeviceGetUtilizationRates(device).gpu / 100)
 
     thread = threading.Thread(target=look)
-    found: dict[str, float] = {}
     thread.start()
     try:
         yield found
@@ -94,7 +90,7 @@ def main() -> None:
     from practicum import Trainer
 
     is_demo = sys.argv[1] == "demo"
-    config = demo_config_of(*sys.argv[2:]) if is_demo else config_of(Job.read(sys.argv[1]))
+    config = demo_config_of(*sys.argv[2:]) if is_demo else config_of(Job.parse(sys.argv[1]))
     answers_per_step = config.data.prompts_per_step * config.rollout.answers_per_prompt
     with closing(cast(Generator[Any], Trainer(config).steps())) as reports:
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from bench.contestant import Line
 from bench.rollout_work import Answer, Case, Job, Prompts, Writer, take_steps
 
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
@@ -106,18 +105,15 @@ class ContinuousBatching:
 
 
 def main() -> None:
-    line = Line()
-    job = Job.read(sys.argv[1])
-    torch.set_num_threads(job.threads)
     with ExitStack() as stack:
-        writers: dict[str, Writer] = {}
-        for name, folder in job.models_used().items():
-            own = [case for case in job.cases.values() if case.model == name]
+
+        def make(job: Job, model: str) -> Writer:
             if sys.argv[2] == "generate":
-                writers[name] = Generate(folder)
-            else:
-                writers[name] = stack.enter_context(closing(ContinuousBatching(folder, own)))
-        take_steps(line, job, ["torch", "transformers"], writers)
+                return Generate(job.models[model])
+            own = [case for case in job.cases.values() if case.model == model]
+            return stack.enter_context(closing(ContinuousBatching(job.models[model], own)))
+
+        take_steps(["torch", "transformers"], make)
 
 
 if __name__ == "__main__":

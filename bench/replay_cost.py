@@ -11,24 +11,25 @@ of replay. Nothing is compared with the rollout (`compare_every=0`). The samples
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from bench import work
 from bench.contestant import Argument, Line, step
 from bench.harness import Options, Outcome, Row
 from bench.models import VOCABULARY, write_model
 from bench.replay_exact import DISABLED, routes_of
 from bench.turns import Plan, Tally, alternate, cpu_environment, opened
-from bench.work import groups_of, mini_batches, native_engine, open_actors, replay_settings, to_learn_from, written
 from practicum.controller import WorkerGroup
 from practicum.replay import coded
 from practicum.rollout.base import BaseRollout
@@ -66,12 +67,12 @@ class Job(Argument):
     def groups(self, spread: int = 0, seed: int = 0) -> list[PromptGroup]:
         params = SamplingParams(self.new_tokens, ignore_eos=True)
         lengths = (self.prompt_tokens - spread, self.prompt_tokens + spread)
-        return groups_of(self.num_samples, lengths, params, self.vocabulary, seed)
+        return work.groups_of(self.num_samples, lengths, params, self.vocabulary, seed)
 
     def make_samples(self) -> None:
         """Have the native engine write samples; keep them with routes as they travel."""
-        with native_engine(self.model, keep_routes=True, **self.engine) as engine:
-            samples = written(engine, self.groups(spread=self.prompt_tokens // 4))
+        with work.native_engine(self.model, keep_routes=True, **self.engine) as engine:
+            samples = work.written(engine, self.groups(spread=self.prompt_tokens // 4))
         for sample, routes in zip(samples, coded(routes_of(samples)), strict=True):
             sample.routes = routes
         (Path(self.folder) / "samples.pkl").write_bytes(pickle.dumps(samples))
@@ -130,61 +131,49 @@ def case_rows(case: str, tallies: Mapping[str, Tally]) -> list[Row]:
 # A contestant: one mode of router replay
 
 
-class Side:
-    """Engine and learner of one mode. They are made when they are first needed."""
+@contextmanager
+def open_side(job: Job, mode: str) -> Iterator[Callable[[str], dict[str, Any]]]:
+    """Yield what takes a step of a case. Engine and actor are made when they are first needed."""
+    numbers = itertools.count(1)
+    with ExitStack() as stack:
 
-    def __init__(self, job: Job, mode: str) -> None:
-        self._job = job
-        self._mode = mode
-        self._num_steps = 0
-        self._stack = ExitStack()
+        @cache
+        def make_engine() -> BaseRollout:
+            return stack.enter_context(work.native_engine(job.model, keep_routes=mode == "R3", **job.engine))
 
-    def close(self) -> None:
-        self._stack.close()
+        @cache
+        def make_actor() -> tuple[WorkerGroup[ActorWorker], list[Sample]]:
+            replay = work.replay_settings(mode, Path(job.folder))
+            settings = {"threads": job.threads, "device": job.device, "compute_dtype": job.dtype, "replay": replay}
+            samples = job.read_samples()
+            if mode != "R3":
+                samples = [replace(sample, routes=None) for sample in samples]
+            return stack.enter_context(work.open_actors(Path(job.model), **settings)), samples
 
-    def step(self, case: str) -> dict[str, Any]:
-        self._num_steps += 1
-        return self._rollout() if case == ROLLOUT else self._update(MINI_BATCHES[case])
+        def take_step(case: str) -> dict[str, Any]:
+            number = next(numbers)
+            if case == ROLLOUT:
+                engine, groups = make_engine(), job.groups(seed=1000 * number)
+                began = time.perf_counter()
+                samples = work.written(engine, groups)
+                seconds, num_tokens = time.perf_counter() - began, sum(len(sample.token_ids) for sample in samples)
+                num_kept = sum(sample.routes is not None for sample in samples)
+                if num_kept != (len(samples) if mode == "R3" else 0):
+                    raise RuntimeError(f"{num_kept} of {len(samples)} samples have routes in mode {mode}")
+            else:
+                actor, samples = make_actor()
+                batches = work.mini_batches(
+                    work.to_learn_from(samples, number), 1, MINI_BATCHES[case], job.micro_batch_tokens
+                )
+                began = time.perf_counter()
+                (stats,) = actor.map(ActorWorker.update, batches, number)
+                seconds, num_tokens = time.perf_counter() - began, sum(sample.num_tokens for sample in samples)
+                num_replayed = None if stats.replay is None else stats.replay.num_rows
+                if num_replayed != (None if mode == DISABLED else num_tokens):
+                    raise RuntimeError(f"{num_replayed} of {num_tokens} tokens were replayed in mode {mode}")
+            return step(seconds, num_tokens)
 
-    def _rollout(self) -> dict[str, Any]:
-        engine, groups = self._engine, self._job.groups(seed=1000 * self._num_steps)
-        began = time.perf_counter()
-        samples = written(engine, groups)
-        seconds = time.perf_counter() - began
-        num_kept = sum(sample.routes is not None for sample in samples)
-        if num_kept != (len(samples) if self._mode == "R3" else 0):
-            raise RuntimeError(f"{num_kept} of {len(samples)} samples have routes in mode {self._mode}")
-        return step(seconds, sum(len(sample.token_ids) for sample in samples))
-
-    def _update(self, num_parts: int) -> dict[str, Any]:
-        samples = to_learn_from(self._samples, self._num_steps)
-        batches = mini_batches(samples, 1, num_parts, self._job.micro_batch_tokens)
-        learner = self._learner
-        began = time.perf_counter()
-        (stats,) = learner.map(ActorWorker.update, batches, self._num_steps)
-        seconds = time.perf_counter() - began
-        num_tokens = sum(sample.num_tokens for sample in samples)
-        num_replayed = None if stats.replay is None else stats.replay.num_rows
-        if num_replayed != (None if self._mode == DISABLED else num_tokens):
-            raise RuntimeError(f"{num_replayed} of {num_tokens} tokens were replayed in mode {self._mode}")
-        return step(seconds, num_tokens)
-
-    @cached_property
-    def _engine(self) -> BaseRollout:
-        engine = native_engine(self._job.model, keep_routes=self._mode == "R3", **self._job.engine)
-        return self._stack.enter_context(engine)
-
-    @cached_property
-    def _samples(self) -> list[Sample]:
-        samples = self._job.read_samples()
-        return samples if self._mode == "R3" else [replace(sample, routes=None) for sample in samples]
-
-    @cached_property
-    def _learner(self) -> WorkerGroup[ActorWorker]:
-        job = self._job
-        replay = replay_settings(self._mode, Path(job.folder))
-        settings = {"threads": job.threads, "device": job.device, "compute_dtype": job.dtype, "replay": replay}
-        return self._stack.enter_context(open_actors(Path(job.model), **settings))
+        yield take_step
 
 
 def main() -> None:
@@ -193,8 +182,8 @@ def main() -> None:
 
     job = Job.parse(sys.argv[1])
     torch.set_num_threads(job.threads)
-    with closing(Side(job, sys.argv[2])) as side:
-        line.serve(["practicum", "torch", "transformers"], side.step)
+    with open_side(job, sys.argv[2]) as take_step:
+        line.serve(["practicum", "torch", "transformers"], take_step)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
 """`exact` and `effect` of the `replay` benchmark: is replay exact, and how much nearer are trainer and rollout with it?
 
-    exact    record ─ change all weights ─▶ replay: are these the experts recorded, and a plain pass's gradients?
-             two ranks against one, through the trainer's own workers
-    effect   engine ─ samples, their log-probs and experts ─▶ trainer's pass: disabled, R2, R3    KL(rollout | trainer)
-             trainer's pass ─ update on one half ─▶ pass over the other half: disabled, R2        KL(old | updated)
-
-The weights of `effect` are random, but enlarged, see models.py.
+exact    record ─ change all weights ─▶ replay: are these the experts recorded, and a plain pass's gradients?
+         two ranks against one, through the trainer's own workers
+effect   engine ─ samples, their log-probs and experts ─▶ trainer's pass: disabled, R2, R3    KL(rollout | trainer)
+         trainer's pass ─ update on one half ─▶ pass over the other half: disabled, R2        KL(old | updated)
 """
 
 from __future__ import annotations
@@ -20,18 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench import work
 from bench.harness import Options, Row
 from bench.models import write_enlarged
-from bench.work import (
-    groups_of,
-    made_samples,
-    mini_batches,
-    native_engine,
-    open_actors,
-    replay_settings,
-    to_learn_from,
-    written,
-)
 from practicum.algo import clipped_policy_loss, k3
 from practicum.controller import ray_cluster
 from practicum.data import pack
@@ -92,21 +81,21 @@ class Learner:
         self.packing = supports_packing(model)  # whether samples may share rows
         self.model = model.to(device, dtype).train()
         self.weights = {name: parameter.detach().float() for name, parameter in self.model.named_parameters()}
-        self._log_probs = LogProbModel(self.model)
-        self._replayer = RouteReplayer(self.model)
+        self.replayer = RouteReplayer(self.model)
         self._recorder = RouteRecorder(self.model)
+        self._log_probs = LogProbModel(self.model)
 
     def forward(
         self, samples: Sequence[Sample], routes: Sequence[RoutedExperts] | None = None, *, packing: bool | None = None,
         learns: bool = False,
     ) -> Pass:  # fmt: skip
         """Make a forward pass, in which `routes` are replayed if they are given."""
-        packed, shape = pack(samples, self.packing if packing is None else packing), self._replayer.shape
+        packed, shape = pack(samples, self.packing if packing is None else packing), self.replayer.shape
         placed = Placed(samples, packed.starts, packed.input_ids.size, "a pass of the benchmark")
         replayed: Any = nullcontext()
         if routes is not None:
             laid = (torch.from_numpy(array).to(self.model.device) for array in laid_out(routes, placed, shape))
-            replayed = self._replayer.replaying(*laid)
+            replayed = self.replayer.replaying(*laid)
         with replayed, torch.set_grad_enabled(learns):
             log_probs, _ = self._log_probs(*model_inputs(packed, self.model.device), 1.0)
         chosen = self._recorder.take()
@@ -116,44 +105,24 @@ class Learner:
             made.append(RoutedExperts(own, shape.layers, np.ones(len(own), np.bool_), shape.num_experts))
         return log_probs, made
 
-    def take_gradients(self) -> dict[str, Tensor]:
+    def backward(self, samples: Sequence[Sample], log_probs: Tensor) -> dict[str, Tensor]:
+        """Return the gradients by name, from the log-probs of a pass that learns."""
+        advantages = np.concatenate([sample.advantages[sample.loss_mask] for sample in samples])  # type: ignore[index]
+        given = torch.from_numpy(advantages).to(log_probs.device)
+        losses, _ = clipped_policy_loss(log_probs, log_probs.detach(), given, *CLIP)
+        (losses.sum() / len(losses)).backward()
         found = {name: p.grad.float() for name, p in self.model.named_parameters() if p.grad is not None}
         self.model.zero_grad()
         return found
 
     @torch.no_grad()
-    def update(self, **settings: float) -> None:
-        """Make the first update of AdamW with the gradients there are."""
-        for name, gradient in self.take_gradients().items():
+    def update(self, gradients: Mapping[str, Tensor], **settings: float) -> None:
+        """Make the first update of AdamW."""
+        for name, gradient in gradients.items():
             self.weights[name].grad = gradient
         torch.optim.AdamW(self.weights.values(), **settings).step()
         for name, parameter in self.model.named_parameters():
             parameter.copy_(self.weights[name])
-
-    @torch.no_grad()
-    def perturb(self) -> None:
-        """Change the weights, so that the live routers choose other experts than they did."""
-        torch.manual_seed(1)
-        for parameter in self.model.parameters():
-            parameter += CHANGE * parameter.std() * torch.randn_like(parameter)
-
-    def save_memory(self) -> None:
-        """Recompute layers in backward passes from now on."""
-        contexts = self._replayer.checkpoint_contexts
-        self.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
-
-    def gates(self) -> list[str]:
-        """Return the names of the weights of all routers."""
-        routers = {id(router.weight) for router in find_routers(self.model).values()}
-        return [name for name, parameter in self.model.named_parameters() if id(parameter) in routers]
-
-
-def go_back(samples: Sequence[Sample], log_probs: Tensor) -> None:
-    """Make a backward pass from the log-probs of their learnt tokens, as the trainer makes it."""
-    advantages = np.concatenate([sample.advantages[sample.loss_mask] for sample in samples])  # type: ignore[index]
-    given = torch.from_numpy(advantages).to(log_probs.device)
-    losses, _ = clipped_policy_loss(log_probs, log_probs.detach(), given, *CLIP)
-    (losses.sum() / len(losses)).backward()
 
 
 def moved_share(one: Sequence[RoutedExperts], other: Sequence[RoutedExperts]) -> float:
@@ -162,11 +131,10 @@ def moved_share(one: Sequence[RoutedExperts], other: Sequence[RoutedExperts]) ->
     return float(np.concatenate(parts).mean())
 
 
-def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """Return that of the gradients of any weights, relative to the largest of those weights."""
-    assert one.keys() == other.keys()
-    sizes = {name: float(gradient.abs().max()) for name, gradient in one.items()}
-    return max(float((one[name] - other[name]).abs().max()) / size for name, size in sizes.items() if size)
+def largest(tensors: Mapping[str, Tensor], other: Mapping[str, Tensor] | None = None) -> dict[str, float]:
+    """Return the largest number in each tensor, or the largest difference to another, without its sign."""
+    assert other is None or tensors.keys() == other.keys()
+    return {name: float((one if other is None else one - other[name]).abs().max()) for name, one in tensors.items()}
 
 
 # Exact
@@ -174,71 +142,75 @@ def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -
 
 def exact_rows(case: str, learner: Learner) -> list[Row]:
     """Record, change the weights, and replay in plain passes, packed ones and ones that recompute layers."""
-    samples = made_samples(LENGTHS)
+    samples = work.made_samples(LENGTHS)
     _, recorded = learner.forward(samples, packing=False)
-    learner.perturb()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter += CHANGE * parameter.std() * torch.randn_like(parameter)
     _, live = learner.forward(samples, packing=False)
 
-    def gradients(
+    def learnt(
         *, packing: bool = False, between: Callable[[], Any] = lambda: None
     ) -> tuple[dict[str, Tensor], list[RoutedExperts]]:
         log_probs, replayed = learner.forward(samples, recorded, packing=packing, learns=True)
         between()
-        go_back(samples, log_probs)
-        return learner.take_gradients(), replayed
+        return learner.backward(samples, log_probs), replayed
 
-    plain, replayed = gradients()
-    packed = gradients(packing=True)[0] if learner.packing else None  # not every family can
-    learner.save_memory()
+    plain, replayed = learnt()
+    sizes = largest(plain)
+
+    def apart(gradients: Mapping[str, Tensor]) -> float:
+        """Return the largest difference of a gradient, relative to the largest of those weights."""
+        return max(found / sizes[name] for name, found in largest(plain, gradients).items() if sizes[name])
+
+    same, same_live = (1 - moved_share(recorded, own) for own in (replayed, live))
+    routers = {id(router.weight) for router in find_routers(learner.model).values()}
+    gates = [name for name, parameter in learner.model.named_parameters() if id(parameter) in routers]
+    reached = sum(sizes.get(name, 0.0) > 0 for name in gates)
+    packed = learnt(packing=True)[0] if learner.packing else None  # not every family can
+    contexts = learner.replayer.checkpoint_contexts
+    learner.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
     other = [RoutedExperts(one.experts[::-1].copy(), one.layers, one.known, one.num_experts) for one in recorded]
     # Between the two halves of the pass another is made with other experts: recomputed layers still get their own.
-    saving, _ = gradients(between=lambda: learner.forward(samples, other, packing=False))
-    gates = learner.gates()
-    reached = [name for name in gates if name in plain and bool(plain[name].abs().max() > 0)]
-    same, same_live = (1 - moved_share(recorded, own) for own in (replayed, live))
+    saving, _ = learnt(between=lambda: learner.forward(samples, other, packing=False))
     found = [
         Row(case, "share of token-layers as recorded", same, same_live, "live router"),
-        Row(case, "share of gates with a gradient", len(reached) / len(gates)),
-        Row(case, "gradient difference, checkpointed", largest_difference(plain, saving), better="lower"),
+        Row(case, "share of gates with a gradient", reached / len(gates)),
+        Row(case, "gradient difference, checkpointed", apart(saving), better="lower"),
     ]
-    if packed is not None:
-        found.append(Row(case, "gradient difference, packed", largest_difference(plain, packed), better="lower"))
-    return found
+    return found + ([] if packed is None else [Row(case, "gradient difference, packed", apart(packed), better="lower")])
 
 
 def ranks_rows(folder: Path) -> list[Row]:
     """Compare a step of two updates by two ranks with the same by one, through the trainer's own workers."""
     model = save_family("qwen3_moe", folder / "ranks")
-    before = weights_of(model)
     found: list[Row] = []
+
+    def weights(folder: Path) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in load_model(str(folder)).named_parameters()}
+
     with ray_cluster():
         for mode in ("R2", "R3"):
             norms, after = [], []
             for num_ranks in (1, 2):
-                samples = made_samples(LENGTHS * 2)
+                samples = work.made_samples(LENGTHS * 2)
                 if mode == "R3":
                     samples = [with_routes(sample, num_layers=3, k=2, num_experts=8) for sample in samples]
                 own = folder / f"{mode}-{num_ranks}"
                 own.mkdir()
-                with open_actors(model, num_ranks, lr=1e-3, replay=replay_settings(mode, own)) as actors:
-                    stats = actors.map(ActorWorker.update, mini_batches(samples, num_ranks, num_parts=2, budget=40))
+                replay = work.replay_settings(mode, own)
+                with work.open_actors(model, num_ranks, lr=1e-3, replay=replay) as actors:
+                    batches = work.mini_batches(samples, num_ranks, num_parts=2, budget=40)
+                    norms.append(UpdateStats.combined(actors.map(ActorWorker.update, batches)).grad_norm)
                     actors.execute_all(ActorWorker.save, str(own / "saved"))
-                norms.append(UpdateStats.combined(stats).grad_norm)
-                after.append(weights_of(own / "saved" / "model"))
-            apart, change = (largest_change(after[0], other) for other in (after[1], before))
+                after.append(weights(own / "saved" / "model"))
+            apart, change = (max(largest(after[0], other).values()) for other in (after[1], weights(model)))
             found += [
                 Row(FSDP, f"{mode}: gradient norm, relative difference", abs(norms[1] / norms[0] - 1), better="lower"),
                 Row(FSDP, f"{mode}: largest difference of a weight", apart, change, "the update", better="lower"),
             ]
     return found
-
-
-def weights_of(folder: Path) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in load_model(str(folder)).named_parameters()}
-
-
-def largest_change(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 # Effect
@@ -251,10 +223,10 @@ def effect_rows(
     """Return divergences per token and shares of token-layers sent elsewhere, in each mode against disabled."""
     learner = Learner(folder, device, torch.bfloat16)
     params = SamplingParams(new_tokens, ignore_eos=True)
-    groups = groups_of(num_samples, prompt_tokens, params, learner.model.config.vocab_size)
+    groups = work.groups_of(num_samples, prompt_tokens, params, learner.model.config.vocab_size)
     options: dict[str, Any] = {"dtype": "bfloat16", "max_batch": num_samples, "keep_routes": True}
-    with native_engine(folder, device=device.type, **options) as engine:
-        samples = to_learn_from(written(engine, groups))
+    with work.native_engine(folder, device=device.type, **options) as engine:
+        samples = work.to_learn_from(work.written(engine, groups))
 
     rollout = torch.cat([torch.from_numpy(sample.log_probs) for sample in samples]), routes_of(samples)
     live = learner.forward(samples)
@@ -265,8 +237,8 @@ def effect_rows(
     # The second mini-batch of a step, after the update on the first, against the pass before it.
     first, second = samples[: len(samples) // 2], samples[len(samples) // 2 :]
     old = learner.forward(second)
-    go_back(first, learner.forward(first, learns=True)[0])
-    learner.update(lr=1e-5)
+    log_probs, _ = learner.forward(first, learns=True)
+    learner.update(learner.backward(first, log_probs), lr=1e-5)
     passes = {DISABLED: learner.forward(second), "R2": learner.forward(second, old[1])}
     return found + compared_rows(case, "KL(old | updated)", "share sent elsewhere than in the old pass", old, passes)
 

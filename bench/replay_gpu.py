@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 
 from bench.harness import RESULTS, Row, environment, free_memory, run_parts
 from bench.models import LARGE_VOCABULARY, write_enlarged
-from bench.replay_cost import MODES, ROLLOUT, UPDATE, UPDATES, Job, Side, case_rows
+from bench.replay_cost import MODES, ROLLOUT, UPDATE, UPDATES, Job, case_rows, open_side
 from bench.replay_exact import DISABLED, Learner, effect_rows, exact_rows
 from bench.turns import Step, Tally
 from tests.models import save_family
@@ -51,10 +51,10 @@ def rollout_rows(job: Job, num_warm: int, num_rounds: int) -> list[Row]:
     """Both engines are in this process and write a batch each in turn."""
     tallies = {mode: Tally() for mode in MODES[ROLLOUT]}
     with ExitStack() as stack:
-        sides = {mode: stack.enter_context(closing(Side(job, mode))) for mode in tallies}
+        sides = {mode: stack.enter_context(open_side(job, mode)) for mode in tallies}
         for number in range(num_warm + num_rounds):
-            for mode, side in sides.items():
-                took = timed(side, ROLLOUT)
+            for mode, take_step in sides.items():
+                took = timed(take_step, ROLLOUT)
                 if number >= num_warm:
                     tallies[mode].steps.append(took)
     return case_rows(ROLLOUT, tallies)
@@ -66,22 +66,22 @@ def update_rows(job: Job, num_warm: int, num_rounds: int) -> list[Row]:
     tallies: dict[str, dict[str, Tally]] = {UPDATE: {}, UPDATES: {}}
     for mode in (DISABLED, "R3", "R2", DISABLED):
         free_memory()
-        with closing(Side(job, mode)) as side:
+        with open_side(job, mode) as take_step:
             for case, own in tallies.items():
                 if mode in MODES[case]:
-                    took = [timed(side, case) for _ in range(num_warm + num_rounds)][num_warm:]
+                    took = [timed(take_step, case) for _ in range(num_warm + num_rounds)][num_warm:]
                     print(f"{case}, {mode}: {Tally(took).parts()['step']:.4f} s", flush=True)
                     own.setdefault(mode, Tally()).steps.extend(took)
-        del side
+        del take_step
     return [row for case, own in tallies.items() for row in case_rows(case, own)]
 
 
-def timed(side: Side, case: str) -> Step:
+def timed(take_step: Callable[[str], Any], case: str) -> Step:
     """Take a step, to the end of what it has set going on the device."""
     wait: Callable[[], Any] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     wait()
     began = time.perf_counter()
-    side.step(case)
+    take_step(case)
     wait()
     return Step(time.perf_counter() - began, 1)
 

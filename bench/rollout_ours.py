@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from bench.contestant import step
 from bench.models import layer_weights
-from bench.rollout_work import Answer, Case, Job, Prompts, take_steps
+from bench.rollout_work import Answer, Case, Job, Prompts, Writer, take_steps
 from bench.work import group_of, native_engine, written
 from practicum.demo.arithmetic import make_tokenizer
 from practicum.models import load_config, load_model
@@ -31,46 +31,45 @@ QUICK_COMPARED, QUICK_GREEDY = 2, 8
 FAMILIES = (*DENSE, *MIXED)
 
 
-class Native:
-    def __init__(self, engine: BaseRollout) -> None:
-        self._engine = engine
+def samples_of(engine: BaseRollout, case: Case, prompts: Prompts) -> list[Sample]:
+    lengths = zip(prompts, case.new_tokens, strict=True)
+    groups = [
+        group_of(i, ids, SamplingParams(length, num_answers=case.num_answers, ignore_eos=True), seed=i)
+        for i, (ids, length) in enumerate(lengths)
+    ]
+    return written(engine, groups)
 
-    def write(self, case: Case, prompts: Prompts) -> list[Sample]:
-        lengths = zip(prompts, case.new_tokens, strict=True)
-        groups = [
-            group_of(i, ids, SamplingParams(length, num_answers=case.num_answers, ignore_eos=True), seed=i)
-            for i, (ids, length) in enumerate(lengths)
-        ]
-        return written(self._engine, groups)
 
-    def answers(self, case: Case, written: list[Sample]) -> list[Answer]:
-        return [(sample.token_ids.tolist(), sample.log_probs.tolist()) for sample in written]
+def native(engine: BaseRollout) -> Writer:
+    def write(case: Case, prompts: Prompts) -> Callable[[], list[Answer]]:
+        samples = samples_of(engine, case, prompts)
+        return lambda: [(sample.token_ids.tolist(), sample.log_probs.tolist()) for sample in samples]
+
+    return write
 
 
 def main() -> None:
-    natives: dict[str, Native] = {}
+    engines: dict[str, BaseRollout] = {}
     with ExitStack() as stack:
 
-        def make(job: Job, model: str) -> Native:
-            natives[model] = Native(stack.enter_context(native_engine(job.models[model], max_batch=512)))
-            return natives[model]
+        def make(job: Job, model: str) -> Writer:
+            engines[model] = stack.enter_context(native_engine(job.models[model], max_batch=512))
+            return native(engines[model])
 
         def check_step(job: Job, name: str) -> dict[str, Any]:
+            def samples(case: Case) -> list[Sample]:
+                return samples_of(engines[case.model], case, case.prompts(0, job.vocabulary))
+
             if name == GREEDY:
                 with tempfile.TemporaryDirectory(prefix="bench-families-") as folder:
                     return step(1.0, len(equal_families(Path(folder), QUICK_GREEDY if job.quick else NUM_GREEDY)))
             if name == LOG_PROBS:
-                samples = [
-                    (job.models[case.model], natives[case.model].write(case, case.prompts(0, job.vocabulary)))
-                    for case in job.cases.values()
-                ]
-                return step(1.0, largest_difference(samples, QUICK_COMPARED if job.quick else NUM_COMPARED))
+                made = [(job.models[case.model], samples(case)) for case in job.cases.values()]
+                return step(1.0, largest_difference(made, QUICK_COMPARED if job.quick else NUM_COMPARED))
             case = job.cases[name.removeprefix(MATRIX_RATE)]
-            prompts = case.prompts(0, job.vocabulary)
             # A quick run measures what the machine can do once for all cases.
             measure = quick_matrix_rate if job.quick else matrix_rate
-            write = natives[case.model].write
-            return step(1.0, matrix_share(case, job.models[case.model], lambda: write(case, prompts), measure))
+            return step(1.0, matrix_share(case, job.models[case.model], lambda: samples(case), measure))
 
         take_steps(["practicum", "torch", "transformers"], make, check_step)
 

@@ -76,7 +76,7 @@ async def replica_counts(folder: Path, new_tokens: int) -> Counts:
             manager.sleeps = False
             await manager.update_weights(1)
             counts = await under_new_weights(manager, weights, new_tokens)
-            return counts | await under_a_kill(manager, new_tokens)
+            return await under_a_kill(manager, new_tokens) | counts
 
 
 async def under_a_kill(manager: RolloutManager, new_tokens: int) -> Counts:
@@ -88,11 +88,13 @@ async def under_a_kill(manager: RolloutManager, new_tokens: int) -> Counts:
 
     found, times, seconds = await _written(manager, new_tokens, kill())
     return {
-        "missing": len(expected) - len(found),
-        "twice": sum(times.values()) - len(found),
-        "other": sum(found[id].token_ids.tolist() != own.token_ids.tolist() for id, own in expected.items()),
-        "killed_s": seconds,
-        "undisturbed_s": undisturbed_s,
+        f"of {NUM_ANSWERS} answers, missing after a kill": len(expected.keys() - found),
+        "come twice after a kill": sum(times.values()) - len(found),
+        "other than without a kill": sum(
+            own.token_ids.tolist() != expected[id].token_ids.tolist() for id, own in found.items()
+        ),
+        "s with a kill": seconds,
+        "without": undisturbed_s,
     }
 
 
@@ -102,7 +104,8 @@ async def under_new_weights(manager: RolloutManager, weights: ModelWeights, new_
     found, _, _ = await _written(manager, new_tokens, manager.update_weights(new))
     versions = [set(sample.versions.tolist()) for sample in found.values()]
     by_old, by_new = (versions.count({version}) for version in (old, new))
-    return {"mixed": len(versions) - by_old - by_new, "by_old": by_old, "by_new": by_new}
+    mixed = f"of {NUM_ANSWERS} answers, mixed versions in an update under load"
+    return {mixed: len(versions) - by_old - by_new, "by the old weights": by_old, "by the new weights": by_new}
 
 
 async def _written(
@@ -155,10 +158,12 @@ def talk(folder: Path, num_turns: int) -> Counts:
     again = tokenizer(tokenizer.decode(whole), add_special_tokens=False)["input_ids"]
     full = log_probs_of(load_model(str(folder)).eval(), sample)
     return {
-        "turns": len(seen),
-        "other": sum(a != b for own in seen for a, b in zip(own, whole, strict=False)),
-        "difference": float(np.abs(full - sample.log_probs)[sample.loss_mask].max()),
-        "drift": len(whole) - len(again),
+        "turns with a tool": len(seen),
+        "tokens other for the trainer than for the engine": sum(
+            a != b for own in seen for a, b in zip(own, whole, strict=False)
+        ),
+        "largest difference to a full forward pass": float(np.abs(full - sample.log_probs)[sample.loss_mask].max()),
+        "tokens less, had its text been tokenised again": len(whole) - len(again),
     }
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from bench.contestant import Argument, Line, step
 
@@ -86,16 +86,9 @@ def make_cases(num_prompts: int, num_new: int) -> dict[str, Case]:
 # What a contestant does
 
 Answer = tuple[Sequence[int], Sequence[float]]  # tokens and their log-probs
-
-
-class Writer(Protocol):
-    """One engine with one model."""
-
-    def write(self, case: Case, prompts: Prompts) -> Any:
-        """Write all answers with the log-probs of their tokens, in whatever form the engine has them. This is timed."""
-
-    def answers(self, case: Case, written: Any) -> list[Answer]:
-        """Return the same in plain form, in the order of `Case.lengths`."""
+Writer = Callable[[Case, Prompts], Callable[[], list[Answer]]]
+"""One engine with one model: writes all answers with the log-probs of their tokens, which is timed, and returns what
+tells them in plain form, in the order of `Case.lengths`."""
 
 
 def take_steps(
@@ -120,12 +113,17 @@ def take_steps(
     line.serve(packages, take_step)
 
 
-def one_step(case: Case, writer: Writer, prompts: Prompts) -> dict[str, Any]:
+def one_step(case: Case, write: Writer, prompts: Prompts) -> dict[str, Any]:
     began = time.perf_counter()
-    written = writer.write(case, prompts)
+    written = write(case, prompts)
     seconds = time.perf_counter() - began
-    check(case, writer.answers(case, written))
+    check(case, written())
     return step(seconds, case.num_tokens)
+
+
+def cut(case: Case, tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> list[Answer]:
+    """Return the answers of engines that end all rows together."""
+    return [(tokens[i][:length], log_probs[i][:length]) for i, length in enumerate(case.lengths())]
 
 
 def check(case: Case, answers: Sequence[Answer]) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import psutil
 
@@ -334,12 +334,7 @@ class Plan:
     turn_s: float = 300.0
 
 
-class Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-One = TypeVar("One", bound=Named)
+One = TypeVar("One", bound=Any)  # of several contestants with a `name`
 Round = dict[str, Tally]  # a turn of each contestant
 
 
@@ -393,28 +388,29 @@ class Watch:
     """How busy the whole machine is from now on, to `stop`."""
 
     def __init__(self) -> None:
-        self._busy_s, self.seconds = busy_s(), -time.monotonic()
+        self._busy_s, self._seconds = _busy_s(), -time.monotonic()
 
     def stop(self) -> None:
-        self.seconds += time.monotonic()
-        self._busy_s = busy_s() - self._busy_s
+        self._seconds += time.monotonic()
+        self._busy_s = _busy_s() - self._busy_s
 
     def others_share(self, own_cpu_s: float) -> float:
-        return max(0.0, self._busy_s - own_cpu_s) / (self.seconds * (os.cpu_count() or 1))
+        return max(0.0, self._busy_s - own_cpu_s) / (self._seconds * (os.cpu_count() or 1))
+
+
+def _busy_s() -> float:
+    """Return the CPU seconds used by everything on this machine so far."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))
 
 
 def wait_for_quiet(share: float, patience_s: float) -> float:
     """Wait, with all contestants idle, until the machine was quiet for a second; return how long that took."""
     start = time.monotonic()
     while time.monotonic() - start < patience_s:
-        before = busy_s()
+        watch = Watch()
         time.sleep(1.0)
-        if busy_s() - before <= share * (os.cpu_count() or 1):
+        watch.stop()
+        if watch.others_share(own_cpu_s=0.0) <= share:
             break
     return time.monotonic() - start
-
-
-def busy_s() -> float:
-    """Return the CPU seconds used by everything on this machine so far."""
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))

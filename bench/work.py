@@ -100,6 +100,7 @@ def open_actors(model: Path, num_ranks: int = 1, **settings: Any) -> Iterator[Wo
         "max_grad_norm": 1.0, "temperature": 1.0, "gradient_checkpointing": False, "collective_timeout_s": 120.0,
     }  # fmt: skip
     packed = RayClassWithInitArgs(ActorWorker, ActorSettings(**{**fields, **settings}))
-    backend = "local" if num_ranks == 1 else "ray"
-    with open_controller(backend, num_workers=num_ranks, use_gpu=False, max_colocate_count=1) as controller:
+    with open_controller(
+        "local" if num_ranks == 1 else "ray", num_workers=num_ranks, use_gpu=False, max_colocate_count=1
+    ) as controller:
         yield controller.group(packed, name="learner")

@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
 from bench.contestant import Line, step
@@ -57,32 +58,23 @@ def demo_config_of(engine: str, folder: str, backend: str, num_steps: str) -> Co
     return demo_config(Path(folder), overrides)
 
 
-@contextmanager
-def idle_share() -> Iterator[dict[str, float]]:
-    """Measure the share of the time inside the block in which no kernel ran on the device, by what its driver says.
-    Nothing where there is no nvidia-ml-py."""
-    found: dict[str, float] = {}
-    if find_spec("pynvml") is None:
-        yield found
-        return
-    import pynvml
-
-    pynvml.nvmlInit()
-    device, ended = pynvml.nvmlDeviceGetHandleByIndex(0), threading.Event()
+def watch_device() -> list[float]:
+    """Return a list that grows 20 times a second by the share of time in which no kernel ran on the device, by what its
+    driver says. It stays empty where there is no nvidia-ml-py."""
     seen: list[float] = []
+    if find_spec("pynvml") is not None:
+        import pynvml  # type: ignore[import-not-found]
 
-    def look() -> None:
-        while not ended.wait(0.05):
-            seen.append(1 - pynvml.nvmlDeviceGetUtilizationRates(device).gpu / 100)
+        pynvml.nvmlInit()
+        device = pynvml.nvmlDeviceGetHandleByIndex(0)
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield found
-    finally:
-        ended.set()
-        thread.join()
-        found["device_idle"] = sum(seen) / max(1, len(seen))
+        def look() -> None:
+            while True:
+                seen.append(1 - pynvml.nvmlDeviceGetUtilizationRates(device).gpu / 100)
+                time.sleep(0.05)
+
+        threading.Thread(target=look, daemon=True).start()
+    return seen
 
 
 def main() -> None:
@@ -92,22 +84,23 @@ def main() -> None:
     is_demo = sys.argv[1] == "demo"
     config = demo_config_of(*sys.argv[2:]) if is_demo else config_of(Job.parse(sys.argv[1]))
     answers_per_step = config.data.prompts_per_step * config.rollout.answers_per_prompt
+    idle = watch_device() if config.trainer.device == "cuda" else []
     with closing(cast(Generator[Any], Trainer(config).steps())) as reports:
 
         def take_step(case: str) -> dict[str, Any]:
             if case == "accuracy":
                 *_, last = reports
                 return step(1.0, last.metrics["validation/accuracy"])
-            start = time.perf_counter()
-            with idle_share() if config.trainer.device == "cuda" else nullcontext({}) as idle:
-                metrics = next(reports).metrics
+            start, seen = time.perf_counter(), len(idle)
+            metrics = next(reports).metrics
             seconds = time.perf_counter() - start
             parts = {
                 name.removeprefix("time/").removesuffix("_s"): value
                 for name, value in metrics.items()
                 if name.startswith("time/") and name not in ("time/step_s", "time/tokens_per_s")
             }
-            parts |= {name: share * seconds for name, share in idle.items()}
+            if idle[seen:]:
+                parts["device_idle"] = fmean(idle[seen:]) * seconds
             return step(seconds, round(metrics["rollout/answer_tokens"] * answers_per_step), **parts)
 
         line.serve(["practicum", "torch", "transformers", "ray"], take_step)

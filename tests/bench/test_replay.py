@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks a
 from bench import replay, replay_cost, replay_exact, replay_gpu
 from bench.harness import Options, Outcome, Row, UsageError
 from bench.models import VOCABULARY, write_enlarged, write_model
-from bench.replay_cost import Side
-from bench.replay_exact import FAMILIES, Learner, go_back, moved_share
+from bench.replay_exact import FAMILIES, Learner, moved_share
 from bench.turns import Step, Tally
 from bench.work import made_samples, mini_batches
 from practicum.models import count_weights, load_config
@@ -105,8 +104,8 @@ def test_a_learner_changes_its_weights_by_what_it_has_learnt(tmp_path: Path) -> 
     learner = Learner(save_family("qwen3_moe", tmp_path), dtype=torch.bfloat16)
     before = {name: weight.clone() for name, weight in learner.weights.items()}
     samples = made_samples(replay_exact.LENGTHS)
-    go_back(samples, learner.forward(samples, learns=True)[0])
-    learner.update(lr=1e-3, weight_decay=0.0)
+    gradients = learner.backward(samples, learner.forward(samples, learns=True)[0])
+    learner.update(gradients, lr=1e-3, weight_decay=0.0)
     changes = [float((weight - before[name]).abs().max()) for name, weight in learner.weights.items()]
     assert max(changes) == pytest.approx(1e-3, rel=0.01)
     held = dict(learner.model.named_parameters())
@@ -127,13 +126,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> replay_cost.Job:
 
 @pytest.mark.parametrize("mode", ["disabled", "R2", "R3"])
 def test_every_side_does_its_work_in_its_mode(mode: str, job: replay_cost.Job) -> None:
-    side = Side(job, mode)
-    try:
+    with replay_cost.open_side(job, mode) as take_step:
         for case in [case for case, modes in replay_cost.MODES.items() if mode in modes]:
             num_tokens = 4 * 3 if case == replay_cost.ROLLOUT else sum(s.num_tokens for s in job.read_samples())
-            assert [side.step(case)["amount"] for _ in range(2)] == [num_tokens] * 2
-    finally:
-        side.close()
+            assert [take_step(case)["amount"] for _ in range(2)] == [num_tokens] * 2
 
 
 def test_samples_travel_with_their_routes(job: replay_cost.Job) -> None:

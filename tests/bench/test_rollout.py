@@ -19,10 +19,9 @@ from bench.contestant import Line
 from bench.grpo import rate_rows
 from bench.harness import Options, UsageError
 from bench.models import VOCABULARY, write_model
-from bench.peers.hf_rollout import ContinuousBatching, Generate
-from bench.rollout_ours import Native
+from bench.peers.hf_rollout import continuous_batching, generate, load
+from bench.rollout_ours import native, samples_of
 from bench.rollout_promises import talk
-from bench.rollout_weights import CHANNELS, MEMCPY, measured
 from bench.rollout_work import DENSE, MOE, Case, Job, check, make_cases, one_step, take_steps
 from bench.turns import Contestant, Plan, Step, Tally, alternate
 from bench.work import native_engine
@@ -110,19 +109,15 @@ class FakeLine(Line):
         self.said.append([step["amount"] for step in steps])
 
 
-class Honest:
-    def write(self, case: Case, prompts: Any) -> Any:
-        return [([1] * length, [-1.0] * length) for length in case.lengths()]
-
-    def answers(self, case: Case, written: Any) -> Any:
-        return written
+def honest(case: Case, prompts: Any) -> Any:
+    return lambda: [([1] * length, [-1.0] * length) for length in case.lengths()]
 
 
 def test_a_contestant_takes_steps_of_the_case_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     line = FakeLine((2, "small"), (1, "look"))
     monkeypatch.setattr(rollout_work, "Line", lambda: line)
     monkeypatch.setattr(sys, "argv", ["contestant", Job({DENSE: ""}, {"small": SMALL}, 1, 100).dump()])
-    take_steps(["torch"], lambda *_: Honest(), lambda _, name: {"amount": 0.5 if name == "look" else 0.0})
+    take_steps(["torch"], lambda *_: honest, lambda _, name: {"amount": 0.5 if name == "look" else 0.0})
     assert line.said == [["torch"], [12, 12], [0.5]]
 
 
@@ -140,24 +135,23 @@ line.serve([], lambda case: step(1.0, len(case)))
 # Contestants
 
 
-@pytest.mark.parametrize("writer", [Native, Generate, ContinuousBatching])
+@pytest.mark.parametrize("side", ["native", "generate", "continuous_batching"])
 @pytest.mark.parametrize("case", [SMALL, Case(MOE, [5, 2, 7], [1, 3, 6])], ids=["dense", "moe"])
-def test_everyone_writes_what_is_asked_for(writer: Any, case: Case, models: dict[str, str]) -> None:
+def test_everyone_writes_what_is_asked_for(side: str, case: Case, models: dict[str, str]) -> None:
+    folder = models[case.model]
     with ExitStack() as stack:
-        if writer is Native:
-            made = Native(stack.enter_context(native_engine(models[case.model])))
+        if side == "native":
+            write = native(stack.enter_context(native_engine(folder)))
         else:
-            made = writer(models[case.model])
-        if writer is ContinuousBatching:
-            stack.callback(made.close)
-        assert one_step(case, made, case.prompts(1, VOCABULARY))["amount"] == case.num_tokens
+            write = generate(folder) if side == "generate" else continuous_batching(folder, stack)
+        assert one_step(case, write, case.prompts(1, VOCABULARY))["amount"] == case.num_tokens
 
 
 def test_log_probs_of_generate_are_those_of_a_forward_pass(models: dict[str, str]) -> None:
-    generate, prompts = Generate(models[DENSE]), SMALL.prompts(1, VOCABULARY)
-    (tokens, log_probs), *_ = generate.answers(SMALL, generate.write(SMALL, prompts))
+    prompts = SMALL.prompts(1, VOCABULARY)
+    (tokens, log_probs), *_ = generate(models[DENSE])(SMALL, prompts)()
     with torch.no_grad():
-        logits = generate._model(input_ids=torch.tensor([[*prompts[0], *tokens]])).logits[0, 2:-1]
+        logits = load(models[DENSE])(input_ids=torch.tensor([[*prompts[0], *tokens]])).logits[0, 2:-1]
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
     assert np.allclose(log_probs, expected.numpy(), atol=1e-4)
 
@@ -167,7 +161,7 @@ def test_log_probs_of_generate_are_those_of_a_forward_pass(models: dict[str, str
 
 def test_a_wrong_log_prob_would_be_seen(models: dict[str, str]) -> None:
     with native_engine(models[DENSE]) as engine:
-        samples = Native(engine).write(SMALL, SMALL.prompts(1, VOCABULARY))
+        samples = samples_of(engine, SMALL, SMALL.prompts(1, VOCABULARY))
     assert rollout_ours.largest_difference([(models[DENSE], samples)]) <= 2e-5
     samples[1].log_probs[2] += 0.25
     assert rollout_ours.largest_difference([(models[DENSE], samples)]) == pytest.approx(0.25, abs=1e-4)
@@ -181,9 +175,9 @@ def test_a_family_whose_greedy_tokens_differ_would_be_seen(tmp_path: Path, monke
 
 
 def test_a_conversation_is_counted_turn_by_turn(tmp_path: Path) -> None:
-    counts = talk(tmp_path, 3)
-    assert counts["turns"] == 3 and counts["other"] == 0 and counts["difference"] <= 2e-5
-    assert counts["drift"] == 3  # its text, tokenised again, would be a token less in every turn
+    turns, other, difference, fewer = talk(tmp_path, 3).values()
+    assert turns == 3 and other == 0 and difference <= 2e-5
+    assert fewer == 3  # its text, tokenised again, would be a token less in every turn
 
 
 def test_operations_are_those_that_torch_counts(models: dict[str, str]) -> None:
@@ -228,8 +222,8 @@ def test_without_a_peer_ours_remains() -> None:
 
 
 def test_every_channel_is_timed_against_a_plain_copy() -> None:
-    times = measured(4_000_000, num_rounds=2)
-    assert times.keys() == {MEMCPY, *CHANNELS}
+    times = rollout.measured(4_000_000, num_rounds=2)
+    assert times.keys() == {rollout.MEMCPY, *rollout.CHANNELS}
     assert all(len(cpu_s) == len(seconds) == 2 and min(seconds) > 0 for seconds, cpu_s in times.values())
 
 
@@ -248,13 +242,12 @@ def test_the_demo_goes_on_after_its_timed_steps(sizes: rollout.Sizes) -> None:
 
 
 def test_a_promise_that_is_not_kept_shows() -> None:
-    counts = {"missing": 1, "twice": 0, "other": 2, "killed_s": 4.0, "undisturbed_s": 2.0}
-    rows = rollout.replica_rows(counts | {"mixed": 3, "by_old": 100, "by_new": 153})
-    assert [(row.ours, row.better, row.ratio) for row in rows] == [
-        (1, "lower", None), (0, "lower", None), (2, "lower", None), (4.0, "lower", 0.5),
-        (3, "lower", None), (100, "higher", None), (153, "higher", None),
-    ]  # fmt: skip
-    assert rows[4].metric.startswith("of 256 answers, mixed versions")
+    counts = {"come twice after a kill": 1, "s with a kill": 4.0, "without": 2.0, "by the new weights": 153}
+    assert [(row.metric, row.ours, row.better, row.ratio) for row in rollout.promise_rows("kill", counts)] == [
+        ("come twice after a kill", 1, "lower", None),
+        ("s with a kill", 4.0, "lower", 0.5),
+        ("by the new weights", 153, "higher", None),
+    ]
 
 
 def test_peers_that_are_not_installed_are_left_out_unless_asked_for(
@@ -280,7 +273,7 @@ def test_only_what_is_asked_for_is_done(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(rollout, "contest", contest)
     monkeypatch.setattr(rollout, "demo", lambda *_: done.append("demo") or rollout.Outcome([]))
-    monkeypatch.setattr("bench.rollout_weights.rows", lambda _: done.append("weights") or [])
+    monkeypatch.setattr(rollout, "weights", lambda *_: done.append("weights") or rollout.Outcome([]))
     monkeypatch.setattr(rollout, "promises", lambda names, *_: done.append(names) or rollout.Outcome([]))
     for case in ("mixed", "greedy", "demo", "weights", "kill"):
         rollout.run(Options(quick=True, peer="generate", case=case))

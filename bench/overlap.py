@@ -1,9 +1,7 @@
 """`async`: overlap of rollout and training, `trainer.staleness=1` against `trainer.staleness=0`, both ours.
 
-The reward is an async function that sleeps as long as the generation of a batch takes, measured at the beginning of
-the same run: rewards that wait for others (a judge, a sandbox, a service) cost no time of the cores here. Each side is
-a run of its own in the same Ray, in turns; what is timed begins after some steps and ends before the last.
-
+The reward is an async function that sleeps as long as the generation of a batch takes: rewards that wait for others (a
+judge, a sandbox, a service) cost no time of the cores here. Each side is a run of its own in the same Ray, in turns.
 `learning` is the demonstration: after as many steps, are as many held-out sums right?
 """
 
@@ -18,10 +16,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
+import torch
+
 from bench.contestants.practicum_grpo import config_of
 from bench.grpo_work import Job
 from bench.harness import Options, Outcome, Row, beside
 from bench.models import write_model, write_prompts
+from practicum import Trainer
+from practicum.controller import ray_cluster
+from practicum.demo.arithmetic import all_problems, write_problems
+from practicum.demo.run import NUM_HELD_OUT, WARM_UP_ACCURACY, WRONG_SHARE, demo_config
+from practicum.demo.warmup import warm_up
+from practicum.loop.run_folder import read_metrics
 
 PEER = "staleness=0"
 PLACEMENTS = ("standalone", "hybrid")
@@ -56,8 +62,6 @@ Sides = Mapping[int, Sequence[Run]]  # by staleness
 def run(options: Options) -> Outcome:
     has_peer = options.has_peer([PEER])
     plan = QUICK if options.quick else FULL
-    from practicum.controller import ray_cluster
-
     rows: list[Row] = []
     where: dict[str, Any] = {
         "samples_per_step": PROMPTS * ANSWERS, "max_new_tokens": NEW_TOKENS, "threads_per_process": 1,
@@ -77,22 +81,19 @@ def run(options: Options) -> Outcome:
 
 
 def contest(folder: Path, placement: str, plan: Plan) -> tuple[Sides, float]:
-    """Return the runs, and how long the reward takes: nothing when the first run begins, which has no staleness."""
+    """Return the runs, and how long the reward takes in them, which the first run measures before it begins."""
     sides: dict[int, list[Run]] = {0: [], 1: []}
-    delay_s: float | None = None
+    delay_s = set_delay(folder, 0.0)
     for number in range(plan.num_rounds):
         for staleness in (0, 1) if number % 2 == 0 else (1, 0):
             config = speed_config(folder, placement, staleness, f"{placement}-{number}-{staleness}")
-            with closing(cast(Generator[Any], trainer_of(config).steps())) as reports:
-                if delay_s is None:
-                    set_delay(folder, 0.0)
+            with closing(steps_of(config)) as reports:
+                if not delay_s:
                     seconds = [next(reports).metrics["time/rollout_s"] for _ in range(plan.num_warm + 3)]
-                    delay_s = median(seconds[-3:])
-                    set_delay(folder, delay_s)
+                    delay_s = set_delay(folder, median(seconds[-3:]))
                 sides[staleness].append(take(reports, plan))
             rate = sides[staleness][-1]["samples/s"]
             print(f"{placement}, staleness={staleness}: {rate:.2f} samples/s", flush=True)
-    assert delay_s is not None
     return sides, delay_s
 
 
@@ -139,11 +140,6 @@ def best_ratio(placement: str, generation_s: float, reward_s: float, learning_s:
 
 
 def learn(folder: Path, plan: Plan, has_peer: bool, is_quick: bool) -> tuple[list[Row], dict[str, Any]]:
-    import torch
-
-    from practicum.demo.run import WARM_UP_ACCURACY, demo_config
-    from practicum.loop.run_folder import read_metrics
-
     torch.set_num_threads(1)  # the model is too small to gain from more
     write_demo(folder, until_accuracy=0.0 if is_quick else WARM_UP_ACCURACY)  # 0: it stops as soon as it may
     before, after = {}, {}
@@ -155,7 +151,7 @@ def learn(folder: Path, plan: Plan, has_peer: bool, is_quick: bool) -> tuple[lis
             f"controller.backend={'local' if is_quick else 'ray'}", "validation.every=0", "trainer.checkpoint_every=0",
         ]  # fmt: skip
         config = demo_config(folder, overrides)
-        after[staleness] = [report.accuracy for report in trainer_of(config).steps()][-1]
+        after[staleness] = [report.accuracy for report in steps_of(config)][-1]
         before[staleness] = float(read_metrics(Path(config.trainer.run_dir))[0]["validation/accuracy"])
     metric = f"held-out accuracy after {plan.learning_steps} steps"
     rows = beside(LEARNING, metric, after[1], {PEER: after[0]} if has_peer else {})
@@ -164,26 +160,21 @@ def learn(folder: Path, plan: Plan, has_peer: bool, is_quick: bool) -> tuple[lis
 
 def write_demo(folder: Path, until_accuracy: float) -> None:
     """Write the demonstration's problems, and its model warmed up until that accuracy."""
-    from practicum.demo.arithmetic import all_problems, write_problems
-    from practicum.demo.run import NUM_HELD_OUT, WRONG_SHARE
-    from practicum.demo.warmup import warm_up
-
     train, held_out = all_problems(0, NUM_HELD_OUT)
     write_problems(folder / "train.jsonl", train)
     write_problems(folder / "held-out.jsonl", held_out)
     warm_up(folder / "model", train, seed=0, until_accuracy=until_accuracy, wrong_share=WRONG_SHARE)
 
 
-def trainer_of(config: Any) -> Any:
-    from practicum import Trainer
-
-    return Trainer(config, notify=lambda text: None)
+def steps_of(config: Any) -> Generator[Any]:
+    return cast(Generator[Any], Trainer(config, notify=lambda text: None).steps())
 
 
-def set_delay(folder: Path, seconds: float) -> None:
+def set_delay(folder: Path, seconds: float) -> float:
     new = folder / "delay.new"
     new.write_text(str(seconds))
     new.rename(folder / "delay")
+    return seconds
 
 
 def write_work(folder: Path) -> None:

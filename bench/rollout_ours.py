@@ -3,6 +3,7 @@ greedy tokens), and how near it comes to the machine's limit."""
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from bench.contestant import step
 from bench.models import layer_weights
@@ -24,6 +24,7 @@ from practicum.models import load_config, load_model
 from practicum.rollout.base import BaseRollout
 from practicum.types import Sample, SamplingParams
 from tests.models import DENSE, MIXED, save_family
+from tests.rollout.replicas import ModelWeights
 
 LOG_PROBS, GREEDY, MATRIX_RATE = "log-probs", "greedy", "matrix rate, "
 NUM_COMPARED, NUM_GREEDY = 16, 24  # answers of each case, and tokens
@@ -64,12 +65,17 @@ def main() -> None:
                 with tempfile.TemporaryDirectory(prefix="bench-families-") as folder:
                     return step(1.0, len(equal_families(Path(folder), QUICK_GREEDY if job.quick else NUM_GREEDY)))
             if name == LOG_PROBS:
-                made = [(job.models[case.model], samples(case)) for case in job.cases.values()]
-                return step(1.0, largest_difference(made, QUICK_COMPARED if job.quick else NUM_COMPARED))
+                num = QUICK_COMPARED if job.quick else NUM_COMPARED
+                cases = job.cases.values()
+                return step(1.0, max(largest_difference(job.models[case.model], samples(case), num) for case in cases))
+            # What the answers' forward passes need per second, as a share of what large products of matrices reach just
+            # before and just after. The engine has written such answers before.
             case = job.cases[name.removeprefix(MATRIX_RATE)]
-            # A quick run measures what the machine can do once for all cases.
             measure = quick_matrix_rate if job.quick else matrix_rate
-            return step(1.0, matrix_share(case, job.models[case.model], lambda: samples(case), measure))
+            before, began = measure(), time.perf_counter()
+            samples(case)
+            seconds, best = time.perf_counter() - began, max(before, measure())
+            return step(1.0, needed_flops(case, load_config(job.models[case.model])) / seconds / best)
 
         take_steps(["practicum", "torch", "transformers"], make, check_step)
 
@@ -77,24 +83,13 @@ def main() -> None:
 # Is it right?
 
 
-@torch.inference_mode()
-def log_probs_of(model: Any, sample: Sample) -> NDArray[np.float32]:
-    """Return those of the answer's tokens by a full forward pass of transformers' model."""
-    ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.token_ids]).astype(np.int64))
-    first = len(sample.prompt_ids)
-    logits = model(input_ids=ids[None], use_cache=False).logits[0, first - 1 : -1].float()
-    found: NDArray[np.float32] = logits.log_softmax(-1).gather(-1, ids[first:, None])[:, 0].numpy()
-    return found
-
-
-def largest_difference(samples: Sequence[tuple[str, Sequence[Sample]]], num_compared: int = NUM_COMPARED) -> float:
-    """Return that between the log-probs of samples and those of transformers' model in their folder."""
-    load = cache(lambda folder: load_model(folder).eval())
-    return max(
-        float(np.abs(log_probs_of(load(folder), sample) - sample.log_probs).max())
-        for folder, own in samples
-        for sample in own[:: max(1, len(own) // num_compared)]
-    )
+def largest_difference(folder: str, samples: Sequence[Sample], num_compared: int = NUM_COMPARED) -> float:
+    """Return that between the log-probs of samples and those of a full forward pass of transformers' model."""
+    samples = samples[:: max(1, len(samples) // num_compared)]
+    ids = [np.concatenate([sample.prompt_ids, sample.token_ids]) for sample in samples]
+    full = asyncio.run(ModelWeights(Path(folder)).log_probs(ids))
+    pairs = zip(full, samples, strict=True)
+    return max(float(np.abs(own[-len(s.log_probs) :] - s.log_probs)[s.loss_mask].max()) for own, s in pairs)
 
 
 def equal_families(folder: Path, num_tokens: int = NUM_GREEDY) -> list[str]:
@@ -126,18 +121,6 @@ def _greedy(model: Any, prompt: Any, num_tokens: int) -> list[int]:
 # How near is it to the machine's limit?
 
 
-def matrix_share(case: Case, folder: str, write: Callable[[], Any], measure: Callable[[], float]) -> float:
-    """Return what the answers' forward passes need, per second, as a share of what large products of matrices reach.
-
-    The engine has written such answers before. `measure` tells what they reach, just before and just after.
-    """
-    before = measure()
-    began = time.perf_counter()
-    write()
-    seconds = time.perf_counter() - began
-    return needed_flops(case, load_config(folder)) / seconds / max(before, measure())
-
-
 def matrix_rate() -> float:
     """Return the operations per second of products of large float32 matrices on the cores that torch uses."""
     size, end = 2048, time.perf_counter() + 0.15
@@ -151,7 +134,7 @@ def matrix_rate() -> float:
     return best
 
 
-quick_matrix_rate = cache(matrix_rate)
+quick_matrix_rate = cache(matrix_rate)  # once for all cases
 
 
 def needed_flops(case: Case, config: Any) -> float:

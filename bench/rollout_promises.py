@@ -19,17 +19,16 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from bench.contestant import Line, step
 from bench.models import write_model
-from bench.rollout_ours import log_probs_of
+from bench.rollout_ours import largest_difference
 from bench.work import native_engine
 from practicum.config import AgentConfig, RolloutConfig
 from practicum.controller import Controller, RayResourcePool, ray_cluster
 from practicum.demo.arithmetic import make_model, make_tokenizer
-from practicum.models import encode_prompts, load_model, load_tokenizer, save_model
+from practicum.models import encode_prompts, load_tokenizer, save_model
 from practicum.rollout.agent.conversation import Conversations
 from practicum.rollout.base import BaseRollout
 from practicum.rollout.engine.sequence import Sequence
@@ -156,13 +155,12 @@ def talk(folder: Path, num_turns: int) -> Counts:
     whole = [*sample.prompt_ids.tolist(), *sample.token_ids.tolist()]
     tokenizer = load_tokenizer(str(folder))
     again = tokenizer(tokenizer.decode(whole), add_special_tokens=False)["input_ids"]
-    full = log_probs_of(load_model(str(folder)).eval(), sample)
     return {
         "turns with a tool": len(seen),
         "tokens other for the trainer than for the engine": sum(
             a != b for own in seen for a, b in zip(own, whole, strict=False)
         ),
-        "largest difference to a full forward pass": float(np.abs(full - sample.log_probs)[sample.loss_mask].max()),
+        "largest difference to a full forward pass": largest_difference(str(folder), [sample]),
         "tokens less, had its text been tokenised again": len(whole) - len(again),
     }
 

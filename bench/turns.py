@@ -3,23 +3,21 @@
     alternate ─ go ─▶ ours ─ steps ─▶ alternate ─ go ─▶ peer ─ steps ─▶ alternate ...
 
 A contestant is a process that speaks JSON lines (see contestant.py). All are started and warmed up first; then they
-take turns of a few steps, one at a time, in swapped order each round, so that a noisy machine is noisy for both. A
-contestant whose turn it is not is frozen (SIGSTOP): the heartbeats of an idle cluster would cost the other side some
-percent.
+take turns, in swapped order each round, so that a noisy machine is noisy for both. A contestant whose turn it is not is
+frozen (SIGSTOP): the heartbeats of an idle cluster would cost the other side some percent.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import queue
 import random
+import select
 import signal
 import socket
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -228,12 +226,7 @@ class Contestant(Program):
 
     talks = True
     end_s = 20.0
-
-    def start(self) -> None:
-        super().start()
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._versions: dict[str, str] | None = None
-        threading.Thread(target=self._read, daemon=True, name=f"read-{self.name}").start()
+    _versions: dict[str, str] | None = None
 
     def ready(self, deadline_s: float) -> dict[str, str]:
         """Wait until it is set up, the first time; return its versions."""
@@ -277,18 +270,13 @@ class Contestant(Program):
         _send(signal.SIGCONT, self._tree())
         self._tell_watcher("")
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put(None)
-
     def _answer(self, key: str, deadline: float) -> Any:
-        try:
-            line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            raise self.failure(f"passed its deadline and has not sent {key!r}") from None
-        if line is None:
+        stdout = self._process.stdout
+        assert stdout is not None
+        if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise self.failure(f"passed its deadline and has not sent {key!r}")
+        line = stdout.readline()
+        if not line:
             raise self.failure("has ended")
         try:
             return json.loads(line)[key]

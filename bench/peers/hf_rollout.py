@@ -48,8 +48,10 @@ def generate(folder: str) -> Writer:
 
 
 def continuous_batching(folder: str, stack: ExitStack) -> Writer:
-    """Write with its manager, kept for each shape of cases and made in the warm-up; `stack` ends its threads. On the CPU
-    its rows attend to each other's keys and mask them: few at a time."""
+    """Write with its manager, kept for each shape of cases and made in the warm-up; `stack` ends its threads.
+
+    On the CPU its rows attend to each other's keys and mask them: few at a time.
+    """
 
     @cache
     def manager_of(num_rows: int, num_tokens: int, num_answers: int) -> Any:

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from bench.rollout_work import Case, Job, Prompts, Writer, cut, take_steps
+from bench.rollout_work import Case, Prompts, Writer, cut, take_steps
 
 
 def no_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:

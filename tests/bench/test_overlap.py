@@ -39,7 +39,7 @@ def test_both_sides_are_measured_and_told(tmp_path: Path, monkeypatch: pytest.Mo
     sides = {}
     for staleness in (0, 1):
         config = overlap.speed_config(tmp_path, "standalone", staleness, f"run-{staleness}", backend="local")
-        reports = overlap.trainer_of(config).steps()
+        reports = overlap.steps_of(config)
         sides[staleness] = [take(reports, plan)]
         reports.close()
     (row,) = speed_rows("standalone", sides, has_peer=True)

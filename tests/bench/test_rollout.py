@@ -162,9 +162,9 @@ def test_log_probs_of_generate_are_those_of_a_forward_pass(models: dict[str, str
 def test_a_wrong_log_prob_would_be_seen(models: dict[str, str]) -> None:
     with native_engine(models[DENSE]) as engine:
         samples = samples_of(engine, SMALL, SMALL.prompts(1, VOCABULARY))
-    assert rollout_ours.largest_difference([(models[DENSE], samples)]) <= 2e-5
+    assert rollout_ours.largest_difference(models[DENSE], samples) <= 2e-5
     samples[1].log_probs[2] += 0.25
-    assert rollout_ours.largest_difference([(models[DENSE], samples)]) == pytest.approx(0.25, abs=1e-4)
+    assert rollout_ours.largest_difference(models[DENSE], samples) == pytest.approx(0.25, abs=1e-4)
 
 
 def test_a_family_whose_greedy_tokens_differ_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

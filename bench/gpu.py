@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from bench import work
 from bench.grpo import OURS, commands_of
@@ -38,7 +39,6 @@ from bench.harness import RESULTS, Row, beside, environment, free_memory, run_pa
 from bench.models import save_large, step_bytes, write_prompts
 from bench.turns import Plan, Tally, alternate, opened
 from practicum.models import load_config
-from practicum.rollout.base import BaseRollout
 from practicum.train import ActorWorker, UpdateStats
 from practicum.types import PromptGroup, Sample, SamplingParams
 
@@ -74,31 +74,28 @@ class Device:
         self.seen["copy_tb_per_s"] = 2 * source.nbytes / seconds / 1e12
         return 2 * source.nbytes / seconds
 
-    @contextmanager
-    def engine(self, case: str) -> Iterator[BaseRollout]:
+    def engine(self, case: str) -> AbstractContextManager[Any]:
         options = {"dtype": "bfloat16", "max_batch": 256, "keep_routes": case == "moe"}
-        with work.native_engine(self.model(case), device="cuda", **options) as engine:
-            yield engine
-        del engine
-        free_memory()
+        return alone(work.native_engine(self.model(case), device="cuda", **options))
 
-    @contextmanager
-    def actor(self, case: str, mode: str = "disabled") -> Iterator[Any]:
-        settings: dict[str, Any] = {"threads": 8, "device": "cuda", "compute_dtype": "bfloat16"}
+    def actor(self, case: str, mode: str = "disabled") -> AbstractContextManager[Any]:
         replay = work.replay_settings(mode, self.folder)
-        with work.open_actors(self.model(case), replay=replay, **settings) as actor:
-            yield actor
-        del actor
-        free_memory()
+        settings: dict[str, Any] = {"threads": 8, "device": "cuda", "compute_dtype": "bfloat16", "replay": replay}
+        return alone(work.open_actors(self.model(case), **settings))
 
-    @contextmanager
-    def transformers(self, case: str) -> Iterator[Any]:
-        from transformers import AutoModelForCausalLM
+    def transformers(self, case: str) -> AbstractContextManager[Any]:
+        model = AutoModelForCausalLM.from_pretrained(self.model(case), dtype=torch.bfloat16)
+        return alone(nullcontext(model.cuda().eval()))
 
-        model = AutoModelForCausalLM.from_pretrained(self.model(case), dtype=torch.bfloat16).cuda().eval()
-        yield model
-        del model
-        free_memory()
+
+@contextmanager
+def alone(opening: AbstractContextManager[Any]) -> Iterator[Any]:
+    """Give back what something held of the device when it is closed."""
+    with opening as one:
+        del opening
+        yield one
+    del one
+    free_memory()
 
 
 def timed(function: Callable[[], Any]) -> float:
@@ -172,7 +169,7 @@ def memory_rows(device: Device, case: str) -> list[Row]:
     with device.engine(case) as engine:
         before, asleep = tokens(), free_asleep()
         asyncio.run(engine.resume())
-        share = (asleep - torch.cuda.mem_get_info()[0]) / engine.model.held_bytes  # type: ignore[attr-defined]
+        share = (asleep - torch.cuda.mem_get_info()[0]) / engine.model.held_bytes
         seconds = []
         for number in range(10 if device.quick else 100):
             asyncio.run(engine.release())

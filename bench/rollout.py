@@ -168,9 +168,14 @@ def contest(
 def demo(sizes: Sizes, folder: Path) -> Outcome:
     """Measure each engine's speed, and its accuracy on held-out problems when it has trained to the end."""
     write_demo(folder, sizes.demo_accuracy)
-    program = [sys.executable, "-m", "bench.contestants.practicum_grpo", "demo"]
-    rest = [str(folder), sizes.demo_backend, str(sizes.demo_steps)]
-    commands = {engine: [*program, engine, *rest] for engine in ("native", "hf")}
+    program = [sys.executable, "-m", "bench.contestants.practicum_grpo", "demo", str(folder)]
+    alike = [
+        f"controller.backend={sizes.demo_backend}", f"trainer.steps={sizes.demo_steps}",
+        "trainer.checkpoint_every=0", "validation.every=0",  # nothing but training steps until the last
+        "actor.router_replay.mode=disabled",  # not every engine keeps routes, and both are to do the same
+    ]  # fmt: skip
+    own = {engine: [f"rollout.engine={engine}", f"trainer.run_dir={folder / engine}"] for engine in ("native", "hf")}
+    commands = {engine: [*program, *alike, *overrides] for engine, overrides in own.items()}
     with opened(commands, folder, sizes.environment, sizes.end_s) as contestants:
         tallies = alternate(contestants, sizes.demo)
         accuracy = {one.name: one.go(1, sizes.demo.turn_s, "accuracy")[0].amount for one in contestants}

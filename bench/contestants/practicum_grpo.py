@@ -1,7 +1,7 @@
 """Ours in the `grpo` benchmark: the loop as a user would run it, on Ray, with default settings.
 
-`demo ENGINE FOLDER BACKEND STEPS` is the demonstration's training in the `rollout` benchmark instead. Asked for the
-case `accuracy`, it trains to the end and answers with what it then has on the held-out problems.
+`demo FOLDER OVERRIDE...` is the demonstration's training in the `rollout` benchmark instead. Asked for the case
+`accuracy`, it trains to the end and answers with what it then has on the held-out problems.
 """
 
 from __future__ import annotations
@@ -14,20 +14,17 @@ from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from bench.contestant import Line, step
 from bench.grpo_work import Job, even_share
 
-if TYPE_CHECKING:
-    from practicum import Config, Sample
 
-
-def grade(sample: Sample) -> float:
+def grade(sample: Any) -> float:
     return even_share(sample.token_ids.tolist())
 
 
-def config_of(job: Job, overrides: Sequence[str] = ()) -> Config:
+def config_of(job: Job, overrides: Sequence[str] = ()) -> Any:
     from practicum import Config
 
     tree: dict[str, Any] = {
@@ -44,18 +41,6 @@ def config_of(job: Job, overrides: Sequence[str] = ()) -> Config:
                     "device": job.device},
     }  # fmt: skip
     return Config.from_tree(tree, overrides, source="the benchmark")
-
-
-def demo_config_of(engine: str, folder: str, backend: str, num_steps: str) -> Config:
-    from practicum.demo.run import demo_config
-
-    overrides = [
-        f"rollout.engine={engine}", f"controller.backend={backend}", f"trainer.run_dir={Path(folder) / engine}",
-        # Nothing but training steps until the last.
-        f"trainer.steps={num_steps}", "trainer.checkpoint_every=0", "validation.every=0",
-        "actor.router_replay.mode=disabled",  # not every engine keeps routes, and both are to do the same
-    ]  # fmt: skip
-    return demo_config(Path(folder), overrides)
 
 
 def watch_device() -> list[float]:
@@ -80,9 +65,10 @@ def watch_device() -> list[float]:
 def main() -> None:
     line = Line()
     from practicum import Trainer
+    from practicum.demo.run import demo_config
 
     is_demo = sys.argv[1] == "demo"
-    config = demo_config_of(*sys.argv[2:]) if is_demo else config_of(Job.parse(sys.argv[1]))
+    config = demo_config(Path(sys.argv[2]), sys.argv[3:]) if is_demo else config_of(Job.parse(sys.argv[1]))
     answers_per_step = config.data.prompts_per_step * config.rollout.answers_per_prompt
     idle = watch_device() if config.trainer.device == "cuda" else []
     with closing(cast(Generator[Any], Trainer(config).steps())) as reports:

@@ -75,28 +75,24 @@ class InTurns(TrainerCallback):
         self._start = time.perf_counter()
 
 
-class TimedTrainer(GRPOTrainer):  # type: ignore[misc]
-    """Notes how long generation takes, rewards included."""
-
-    turns: InTurns
-
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        start = time.perf_counter()
-        outputs = super()._generate_and_score_completions(inputs)
-        self.turns.rollout_s += time.perf_counter() - start
-        return outputs
-
-
 def main() -> None:
     line = Line()
     job = Job.parse(sys.argv[1])
     torch.set_num_threads(job.threads)
     turns = InTurns(line)
     prompts = Dataset.from_list(read_prompts(job.prompts))
-    trainer = TimedTrainer(
+    trainer = GRPOTrainer(
         model=job.model, reward_funcs=turns.grade, args=grpo_config(job), train_dataset=prompts, callbacks=[turns]
     )
-    trainer.turns = turns
+    generate = trainer._generate_and_score_completions
+
+    def timed(inputs: Any) -> Any:
+        start = time.perf_counter()
+        outputs = generate(inputs)
+        turns.rollout_s += time.perf_counter() - start  # rewards included
+        return outputs
+
+    trainer._generate_and_score_completions = timed
     trainer.train()
 
 

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Self, TextIO
 
 
@@ -29,21 +28,17 @@ class Line:
         """Be ready, and take steps of the cases that the harness names until it is over."""
         self.ready(packages)
         while True:
-            num_steps, case = self.wait_for_case()
+            num_steps, case = self.wait_for_go()
             if not num_steps:
                 return
             self.answer([take_step(case) for _ in range(num_steps)])
 
     def ready(self, packages: Iterable[str] = ()) -> None:
         """Say that the next `go` may come, and with which versions we run."""
-        self._send({"ready": {package: _version(package) for package in packages}})
+        self._send({"ready": {package: version_of(package) for package in packages}})
 
-    def wait_for_go(self) -> int:
-        """Return how many steps to take now; 0 when it is over."""
-        return self.wait_for_case()[0]
-
-    def wait_for_case(self) -> tuple[int, str]:
-        """Return how many steps to take now, and of which case."""
+    def wait_for_go(self) -> tuple[int, str]:
+        """Return how many steps to take now, 0 when it is over, and of which case."""
         message = sys.stdin.readline()
         if not message:
             return 0, ""
@@ -57,11 +52,11 @@ class Line:
         self._answers.write(json.dumps(message) + "\n")
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "as it stands here"  # not installed, but on the path
+        return "not installed"  # ours may still be on the path
 
 
 def step(seconds: float, amount: float, *, ended_cpu_s: float = 0.0, **parts: float) -> dict[str, Any]:
@@ -73,12 +68,12 @@ def step(seconds: float, amount: float, *, ended_cpu_s: float = 0.0, **parts: fl
     return {"seconds": seconds, "amount": amount, "parts": parts, "ended_cpu_s": ended_cpu_s}
 
 
-class JobFile:
-    """Base of the dataclasses that tell a contestant all it needs to know, in a file."""
+class Argument:
+    """Base of the dataclasses that tell a contestant all it needs to know, as an argument of its program."""
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))  # type: ignore[call-overload]
+    def dump(self) -> str:
+        return json.dumps(asdict(self))  # type: ignore[call-overload]
 
     @classmethod
-    def read(cls, path: str | Path) -> Self:
-        return cls(**json.loads(Path(path).read_text()))
+    def parse(cls, text: str) -> Self:
+        return cls(**json.loads(text))

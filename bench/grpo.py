@@ -12,25 +12,24 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from bench.grpo_work import Job
-from bench.harness import Options, Outcome, Row, beside, choose_peer
+from bench.harness import Options, Outcome, Row, choose_peer
 from bench.models import write_model, write_prompts
 from bench.turns import Plan, Tally, alternate, cpu_environment, opened
 
-OURS = "practicum"
+OURS, _CPU = "practicum", "CPU s per 1000 tokens"
 CASES = {"dense": False, "moe": True}  # name -> mixture of experts?
 FULL = Plan(warmup_steps=2, num_rounds=20, steps_per_turn=1, extra_rounds=40, patience_s=900)
 QUICK = Plan(warmup_steps=1, num_rounds=3, steps_per_turn=1)
-FULL_WORK: dict[str, int] = {"prompts_per_step": 8, "answers_per_prompt": 8, "max_new_tokens": 64}
-QUICK_WORK: dict[str, int] = {"prompts_per_step": 4, "answers_per_prompt": 8, "max_new_tokens": 32}
+FULL_WORK: dict[str, Any] = {"prompts_per_step": 8, "answers_per_prompt": 8, "max_new_tokens": 64}
+QUICK_WORK: dict[str, Any] = {"prompts_per_step": 4, "answers_per_prompt": 8, "max_new_tokens": 32}
 
 
 def run(options: Options) -> Outcome:
     peer = choose_peer(options.peer, ["trl"])
-    programs = {OURS: [sys.executable, "-m", "bench.contestants.practicum_grpo"]}
-    if peer is not None:
-        programs[peer.name] = [peer.python, "-m", f"bench.peers.{peer.name}_grpo"]
+    pythons = {OURS: sys.executable} | ({peer.name: peer.python} if peer is not None else {})
     plan, work = (QUICK, QUICK_WORK) if options.quick else (FULL, FULL_WORK)
     threads = os.cpu_count() or 1
     rows: list[Row] = []
@@ -42,11 +41,10 @@ def run(options: Options) -> Outcome:
         for case in filter(options.wants, CASES):
             write_model(folder / case, CASES[case])
             job = Job(str(folder / case), str(folder / "prompts.jsonl"), str(folder / f"{case}-run"), threads, **work)
-            commands = {side: [*program, job_file(job, folder, side)] for side, program in programs.items()}
-            with opened(commands, folder, cpu_environment(threads)) as contestants:
+            with opened(commands_of(job, pythons), folder, cpu_environment(threads)) as contestants:
                 tallies = alternate(contestants, plan)
             rows += rate_rows(case, tallies)
-            others[case] = round(max(tally.others_share for tally in tallies.values()), 3)
+            others[case] = round(tallies[OURS].others_share, 3)
             versions = {side: dict(tally.versions) for side, tally in tallies.items()}
             for side, tally in tallies.items():
                 seconds = ", ".join(f"{part} {value:.3f}" for part, value in tally.parts().items())
@@ -56,20 +54,21 @@ def run(options: Options) -> Outcome:
     return Outcome(rows, {**where, "versions": versions, "cpu_share_of_others": others})
 
 
-def job_file(job: Job, folder: Path, side: str) -> str:
-    """Write the job of one side, with a run folder of its own."""
-    path = folder / f"{Path(job.run_dir).name}-{side}.json"
-    replace(job, run_dir=f"{job.run_dir}-{side}").write(path)
-    return str(path)
+def commands_of(job: Job, pythons: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the program of each side, with a run folder of its own."""
+    modules = {OURS: "bench.contestants.practicum_grpo", "trl": "bench.peers.trl_grpo"}
+    return {
+        side: [python, "-m", modules[side], replace(job, run_dir=f"{job.run_dir}-{side}").dump()]
+        for side, python in pythons.items()
+    }
 
 
 def rate_rows(case: str, tallies: Mapping[str, Tally]) -> list[Row]:
     """Return ours beside each peer: tokens/s and CPU time."""
-    ours, peers = tallies[OURS], {name: tally for name, tally in tallies.items() if name != OURS}
-    rates = {name: tally.rate for name, tally in peers.items()}
-    cpu_s = {name: tally.cpu_s_per_1000 for name, tally in peers.items()}
-    rows = [
-        *beside(case, "tokens/s", ours.rate, rates),
-        *beside(case, "CPU s per 1000 tokens", ours.cpu_s_per_1000, cpu_s, "lower"),
-    ]
-    return sorted(rows, key=lambda row: list(peers).index(row.peer_name) if row.peer_name else 0)
+    ours = tallies[OURS]
+    rows = []
+    for name, theirs in tallies.items():
+        if name != OURS:
+            rows.append(Row(case, "tokens/s", ours.rate, theirs.rate, name))
+            rows.append(Row(case, _CPU, ours.cpu_s_per_1000, theirs.cpu_s_per_1000, name, "lower"))
+    return rows or [Row(case, "tokens/s", ours.rate), Row(case, _CPU, ours.cpu_s_per_1000, better="lower")]

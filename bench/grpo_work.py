@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.contestant import JobFile
+from bench.contestant import Argument
 
 
 @dataclass(frozen=True)
-class Job(JobFile):
-    """All a contestant needs to know: one model folder, one prompt file, one set of numbers."""
-
+class Job(Argument):
     model: str
     prompts: str
     run_dir: str

@@ -14,12 +14,13 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
+
+from bench.contestant import version_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -57,8 +58,7 @@ class Row:
         return above / below if below else None
 
     def as_dict(self) -> dict[str, Any]:
-        names = ("case", "metric", "ours", "peer", "peer_name", "ratio")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("case", "metric", "ours", "peer", "peer_name", "ratio")}
 
 
 def beside(
@@ -85,9 +85,7 @@ class Options:
 
     def has_peer(self, known: Sequence[str] = ()) -> bool:
         """Return whether the other side runs. Raises a `UsageError` for a peer that is not known."""
-        if self.peer not in (None, "none", *known):
-            raise UsageError(f"peer {self.peer!r} is not known here; known: {', '.join([*known, 'none'])}.")
-        return self.peer != "none"
+        return bool(asked_peers(self.peer, known))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +112,17 @@ class Peer:
         return str(path)
 
 
+def asked_peers(asked: str | None, known: Sequence[str]) -> list[str]:
+    """Return the known peers, the one that was asked for, or none. Raises a `UsageError` for one that is not known."""
+    if asked not in (None, "none", *known):
+        raise UsageError(f"peer {asked!r} is not known here; known: {', '.join([*known, 'none'])}.")
+    return list(known) if asked is None else [asked] if asked != "none" else []
+
+
 def choose_peer(asked: str | None, known: Sequence[str]) -> Peer | None:
     """Return the peer to run against: the first known one unless another, or none, was asked for."""
-    if asked == "none":
-        return None
-    name = asked or known[0]
-    if name not in known:
-        raise UsageError(f"peer {name!r} is not known here; known: {', '.join(known)}, none.")
-    return Peer(name)
+    names = asked_peers(asked, known)
+    return Peer(names[0]) if names else None
 
 
 def environment(command: str) -> dict[str, Any]:
@@ -133,15 +134,8 @@ def environment(command: str) -> dict[str, Any]:
         "command": command, "date": datetime.now(UTC).isoformat(timespec="seconds"), "platform": platform.platform(),
         "processor": processor, "cpu_count": os.cpu_count(), "load_before": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        **{package: _version(package) for package in ("torch", "transformers", "ray", "practicum")},
+        **{package: version_of(package) for package in ("torch", "transformers", "ray", "practicum")},
     }  # fmt: skip
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def write_json(path: Path, rows: Sequence[Row], where: Mapping[str, Any]) -> None:
@@ -180,19 +174,12 @@ def free_memory() -> None:
 
 
 def print_table(title: str, rows: Sequence[Row], console: Console | None = None) -> None:
-    table = Table(title=title)
-    for heading in ("case", "metric"):
-        table.add_column(heading)
-    names = list(dict.fromkeys(row.peer_name for row in rows if row.peer_name))
-    several = len(names) > 1  # then each row says whom it is against
-    for heading in ("ours", names[0] if len(names) == 1 else "peer"):
+    table = Table("case", "metric", title=title)
+    for heading in ("ours", "peer", "peer name", "ratio (>1: ours is better)"):
         table.add_column(heading, justify="right")
-    if several:
-        table.add_column("peer name")
-    table.add_column("ratio (>1: ours is better)", justify="right")
     for row in rows:
-        against = [row.peer_name or ""] if several else []
-        table.add_row(row.case, row.metric, _number(row.ours), _number(row.peer), *against, _number(row.ratio))
+        values = (_number(row.ours), _number(row.peer), row.peer_name or "", _number(row.ratio))
+        table.add_row(row.case, row.metric, *values)
     (console or Console()).print(table)
 
 

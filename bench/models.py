@@ -1,15 +1,15 @@
-"""The models and prompts of the benchmarks: random weights in several shapes, a tokenizer of made-up words."""
+"""The models and prompts of the benchmarks: random weights in several shapes, a tokenizer of made-up words.
+
+Tiny models of many families are those of the tests, see tests/models.py.
+"""
 
 from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Any
 
 VOCABULARY, LARGE_VOCABULARY = 2048, 151_936
 PROMPT_WORDS = (24, 40)  # fewest and most: about 32 tokens, of mixed length as real prompts are
@@ -45,149 +45,77 @@ def make_word_tokenizer() -> Any:
 
 def save_random(
     folder: Path, model_type: str, tokenizer: Any = None, *, seed: int = 0, device: str = "cpu", dtype: str = "float32",
-    **shape: Any,
-) -> Any:  # fmt: skip
-    """Write a model with random weights; return it. The tokenizer is one of made-up words unless one is given."""
+    change: Callable[[Any], None] | None = None, **shape: Any,
+) -> Path:  # fmt: skip
+    """Write a model with random weights, which `change` may change first. The tokenizer is one of made-up words unless
+    one is given."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer = tokenizer or make_word_tokenizer()
     torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**_SPECIAL_IDS, **shape}))
-    model = model.to(getattr(torch, dtype)).cpu().eval()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model
-
-
-def write_model(folder: Path, mixture_of_experts: bool, **changed: Any) -> None:
-    """Write a small Qwen3, dense or with 8 experts of which each token uses 2."""
-    shape = {
-        "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-    }  # fmt: skip
-    # No balancing loss on either side: a peer would add one if the config named a coefficient.
-    experts = {
-        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "norm_topk_prob": True,
-        "router_aux_loss_coef": 0.0,
-    }  # fmt: skip
-    if mixture_of_experts:
-        save_random(folder, "qwen3_moe", **shape, **experts, **changed)
-    else:
-        save_random(folder, "qwen3", **{**shape, **changed})
-
-
-# Tiny models of many families
-
-_TINY: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128,
-    "initializer_range": 0.2,  # so that the next token is not a toss-up
-}  # fmt: skip
-_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_ROUTED: dict[str, Any] = {
-    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1
-}  # fmt: skip
-_LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-}  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {"head_dim": 16},
-    "mistral": {"sliding_window": 8},
-    "qwen3_moe": {"head_dim": 16, **_EXPERTS},
-    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 32},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "olmoe": _EXPERTS,
-    "deepseek_v3": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1},
-    "glm4_moe": {**_ROUTED, "head_dim": 16, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
-}
-MIXTURES: dict[str, dict[str, Any]] = {
-    **{name: shape for name, shape in FAMILIES.items() if "num_experts_per_tok" in shape},
-    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
-                "max_position_embeddings": 131_072},  # what its positions are made for
-}  # fmt: skip
-
-
-def save_family(family: str, folder: Path, num_layers: int = 3) -> Path:
-    """Write a tiny model of the family with the demo's tokenizer."""
-    from practicum.demo.arithmetic import make_tokenizer
-
-    tokenizer = make_tokenizer()
-    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    shape = {**_TINY, "num_hidden_layers": num_layers, **(FAMILIES | MIXTURES)[family], **special}
-    save_random(folder, family, tokenizer, vocab_size=len(tokenizer), **shape)
+    if change is not None:
+        with torch.no_grad():
+            change(model)
+    model.to(getattr(torch, dtype)).cpu().eval().save_pretrained(folder)
+    (tokenizer or make_word_tokenizer()).save_pretrained(folder)
     return folder
 
 
-# A Qwen3 mixture of experts whose weights are enlarged so that it matters where a token goes
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "norm_topk_prob": True,
+    # No balancing loss on either side: a peer would add one if the config named a coefficient.
+    "router_aux_loss_coef": 0.0,
+}  # fmt: skip
+
+
+def write_model(folder: Path, mixture_of_experts: bool, tokenizer: Any = None, **changed: Any) -> Path:
+    """Write a small Qwen3, dense or with 8 experts of which each token uses 2."""
+    family, experts = ("qwen3_moe", _EXPERTS) if mixture_of_experts else ("qwen3", {})
+    return save_random(folder, family, tokenizer, **{**_SMALL, **experts, **changed})
+
 
 _LOST = 1.7  # what a gated activation takes from the size of random numbers, once on each side of it
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A Qwen3 mixture of experts, and how far its weights are enlarged.
+def write_enlarged(
+    folder: Path, *, gates: float, experts: float, attention: float = 0.5, device: str = "cpu", **shape: Any
+) -> Path:
+    """Write a mixture of experts whose weights are enlarged, so that it matters where a token goes.
 
     As transformers makes them, layers hardly add to what passes through them, and any expert does as well as another.
-    Enlarged, experts add as much as there is. Gates are flat (all chosen experts have about the same weight, and the
-    next one missed its place by little) or spread (the first few count, the last hardly).
+    Enlarged, the experts of a layer add about `experts` where what passes through it has size 1. `gates` is about the
+    standard deviation of a gate's logits: flat (all chosen experts have about the same weight, and the next one missed
+    its place by little) or spread (the first few count, the last hardly).
     """
 
-    num_layers: int
-    hidden: int
-    expert: int
-    num_experts: int
-    k: int
-    gates: float  # standard deviation of a gate's logits, about
-    experts: float  # size of what the experts of a layer add, about, where what passes through it has size 1
-    vocabulary: int = VOCABULARY
-    heads: int = 4
-    head_dim: int = 32
-    attention: float = 0.5
-
-    def save(self, folder: Path, device: str = "cpu", dtype: str = "float32") -> Path:
-        """Write the model with weights as transformers makes them."""
-        save_random(
-            folder, "qwen3_moe", device=device, dtype=dtype, vocab_size=self.vocabulary, hidden_size=self.hidden,
-            intermediate_size=4 * self.hidden, moe_intermediate_size=self.expert, num_hidden_layers=self.num_layers,
-            num_attention_heads=self.heads, num_key_value_heads=max(1, self.heads // 2), head_dim=self.head_dim,
-            num_experts=self.num_experts, num_experts_per_tok=self.k, norm_topk_prob=True,
-            max_position_embeddings=1024, tie_word_embeddings=False,
-        )  # fmt: skip
-        return folder
-
-    def enlarge(self, model: Any) -> None:
-        """Draw the model's weights anew."""
+    def enlarge(model: Any) -> None:
         import torch
 
         torch.manual_seed(1)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                spread = self._spread(name, parameter)
-                if spread is not None:
-                    parameter.normal_(0.0, spread)
+        for name, parameter in model.named_parameters():
+            narrow = float(parameter.shape[-1]) ** -0.5  # keeps the size of what passes through
+            if name.endswith("embed_tokens.weight"):
+                narrow = 1.0
+            elif name.endswith("gate.weight"):
+                narrow *= gates
+            elif ".experts." in name:
+                narrow *= _LOST * experts**0.5
+            elif name.endswith(("o_proj.weight", "v_proj.weight")):
+                narrow *= attention**0.5
+            if "norm" not in name:
+                parameter.normal_(0.0, narrow)
 
-    def _spread(self, name: str, parameter: Tensor) -> float | None:
-        """Return the standard deviation of the weights; None for those that stay as they are."""
-        narrow = float(parameter.shape[-1]) ** -0.5  # keeps the size of what passes through
-        if "norm" in name:
-            return None
-        if name.endswith("embed_tokens.weight"):
-            return 1.0
-        if name.endswith("gate.weight"):
-            return self.gates * narrow
-        if ".experts." in name:
-            return _LOST * self.experts**0.5 * narrow
-        if name.endswith(("o_proj.weight", "v_proj.weight")):
-            return self.attention**0.5 * narrow
-        return narrow
+    fixed = {"head_dim": 32, "max_position_embeddings": 1024, "intermediate_size": 4 * shape["hidden_size"]}
+    return write_model(folder, True, device=device, change=enlarge, **{**fixed, **shape})
 
 
 # The models of the benchmarks on a CUDA device
@@ -196,40 +124,41 @@ _LARGE: dict[str, Any] = {
     "vocab_size": LARGE_VOCABULARY, "hidden_size": 1024, "num_attention_heads": 16, "head_dim": 128,
     "max_position_embeddings": 40_960, "intermediate_size": 3072,
 }  # fmt: skip
-SMALL_CHANGES = {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 4096, "intermediate_size": 512}
 _LARGE_SHAPES: dict[str, dict[str, Any]] = {
-    "dense": {  # 0.6 billion
-        "model_type": "qwen3", "num_hidden_layers": 28, "num_key_value_heads": 8, "tie_word_embeddings": True,
-    },
-    "moe": {  # 1.6 billion
-        "model_type": "qwen3_moe", "num_hidden_layers": 16, "num_key_value_heads": 4, "moe_intermediate_size": 384,
-        "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": True, "tie_word_embeddings": False,
-    },
+    # 0.6 billion
+    "dense": {"num_hidden_layers": 28, "num_key_value_heads": 8, "tie_word_embeddings": True},
+    # 1.6 billion
+    "moe": {"num_hidden_layers": 16, "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 384},
 }  # fmt: skip
+_QUICK = {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 4096, "intermediate_size": 512}
 
 
 def save_large(name: str, folder: Path, *, quick: bool = False) -> Path:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = {**_LARGE, **_LARGE_SHAPES[name], **(SMALL_CHANGES if quick else {})}
-    save_random(folder, shape.pop("model_type"), device=device, dtype="bfloat16", **shape)
-    return folder
+    shape = {**_LARGE, **_LARGE_SHAPES[name], **(_QUICK if quick else {})}
+    return write_model(folder, name == "moe", device=device, dtype="bfloat16", **shape)
+
+
+# What models must read and compute
+
+
+def layer_weights(config: Any, num_experts: float) -> float:
+    """Return the weights of a layer that are used: attention, and the MLP or so many of the experts."""
+    width = config.hidden_size
+    attention = width * config.head_dim * 2 * (config.num_attention_heads + config.num_key_value_heads)
+    if getattr(config, "num_experts", None):
+        return float(attention + num_experts * 3 * width * config.moe_intermediate_size + config.num_experts * width)
+    return float(attention + 3 * width * config.intermediate_size)
 
 
 def step_bytes(config: Any, num_rows: int, context: int, itemsize: int = 2) -> float:
     """Return what a decoding step must read: all weights that it uses, and the keys and values of all rows."""
-    config = config.get_text_config()
-    width, layers = config.hidden_size, config.num_hidden_layers
-    heads = config.num_attention_heads, config.num_key_value_heads
-    attention = width * config.head_dim * (2 * heads[0] + 2 * heads[1])
-    experts = getattr(config, "num_experts", None)
-    if experts:
-        k = config.num_experts_per_tok
-        used = experts * (1 - (1 - k / experts) ** num_rows)  # to which some token is sent, by even chances
-        mlp = 3 * width * config.moe_intermediate_size * used + experts * width
-    else:
-        mlp = 3 * width * config.intermediate_size
-    weights = layers * (attention + mlp) + config.vocab_size * width
-    kept = num_rows * context * layers * 2 * heads[1] * config.head_dim
+    used = 0.0
+    if experts := getattr(config, "num_experts", None):
+        used = experts * (1 - (1 - config.num_experts_per_tok / experts) ** num_rows)  # by even chances
+    weights = config.num_hidden_layers * layer_weights(config, used) + config.vocab_size * config.hidden_size
+    kept = num_rows * context * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
     return float(itemsize * (weights + kept))

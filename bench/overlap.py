@@ -1,25 +1,33 @@
 """`async`: overlap of rollout and training, `trainer.staleness=1` against `trainer.staleness=0`, both ours.
 
-The reward is an async function that sleeps as long as the generation of a batch takes, measured at the beginning of
-the same run: rewards that wait for others (a judge, a sandbox, a service) cost no time of the cores here. Each side is
-a run of its own in the same Ray, in turns; what is timed begins after some steps and ends before the last.
-
+The reward is an async function that sleeps as long as the generation of a batch takes: rewards that wait for others (a
+judge, a sandbox, a service) cost no time of the cores here. Each side is a run of its own in the same Ray, in turns.
 `learning` is the demonstration: after as many steps, are as many held-out sums right?
 """
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, cast
 
+import torch
+
+from bench.contestants.practicum_grpo import config_of
+from bench.grpo_work import Job
 from bench.harness import Options, Outcome, Row, beside
 from bench.models import write_model, write_prompts
+from practicum import Trainer
+from practicum.controller import ray_cluster
+from practicum.demo.arithmetic import all_problems, write_problems
+from practicum.demo.run import NUM_HELD_OUT, WARM_UP_ACCURACY, WRONG_SHARE, demo_config
+from practicum.demo.warmup import warm_up
+from practicum.loop.run_folder import read_metrics
 
 PEER = "staleness=0"
 PLACEMENTS = ("standalone", "hybrid")
@@ -47,32 +55,18 @@ class Plan:
 
 FULL = Plan(num_rounds=5, num_steps=20, num_warm=4, learning_steps=100, held_out=None)
 QUICK = Plan(num_rounds=1, num_steps=6, num_warm=2, learning_steps=4, held_out=50)
-
-
-@dataclass(slots=True)
-class Side:
-    """The runs of one side."""
-
-    samples_per_s: list[float] = field(default_factory=list)
-    parts: list[dict[str, float]] = field(default_factory=list)  # median seconds of a step of each run
-
-    def part(self, name: str) -> float:
-        return statistics.median(parts.get(name, 0.0) for parts in self.parts)
+Run = dict[str, float]  # samples/s, and the median of what its steps report
+Sides = Mapping[int, Sequence[Run]]  # by staleness
 
 
 def run(options: Options) -> Outcome:
     has_peer = options.has_peer([PEER])
     plan = QUICK if options.quick else FULL
-    from practicum.controller import ray_cluster
-
     rows: list[Row] = []
     where: dict[str, Any] = {
-        "samples_per_step": PROMPTS * ANSWERS,
-        "max_new_tokens": NEW_TOKENS,
-        "threads_per_process": 1,
-        "rounds": plan.num_rounds,
-        "timed_steps_per_run": plan.num_steps,
-    }
+        "samples_per_step": PROMPTS * ANSWERS, "max_new_tokens": NEW_TOKENS, "threads_per_process": 1,
+        "rounds": plan.num_rounds, "timed_steps_per_run": plan.num_steps,
+    }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="bench-async-") as name, ray_cluster():
         folder = Path(name)
         write_work(folder)
@@ -86,56 +80,55 @@ def run(options: Options) -> Outcome:
     return Outcome(rows, where)
 
 
-def contest(folder: Path, placement: str, plan: Plan) -> tuple[dict[int, Side], float]:
-    """Return the sides by staleness, and how long the reward takes. The first run, without staleness, begins without
-    any."""
-    sides = {0: Side(), 1: Side()}
-    delay_s: float | None = None
+def contest(folder: Path, placement: str, plan: Plan) -> tuple[Sides, float]:
+    """Return the runs, and how long the reward takes in them, which the first run measures before it begins."""
+    sides: dict[int, list[Run]] = {0: [], 1: []}
+    delay_s = set_delay(folder, 0.0)
     for number in range(plan.num_rounds):
         for staleness in (0, 1) if number % 2 == 0 else (1, 0):
             config = speed_config(folder, placement, staleness, f"{placement}-{number}-{staleness}")
-            with closing(cast(Generator[Any], trainer_of(config).steps())) as reports:
-                if delay_s is None:
-                    set_delay(folder, 0.0)
+            with closing(steps_of(config)) as reports:
+                if not delay_s:
                     seconds = [next(reports).metrics["time/rollout_s"] for _ in range(plan.num_warm + 3)]
-                    delay_s = statistics.median(seconds[-3:])
-                    set_delay(folder, delay_s)
-                take(reports, sides[staleness], plan)
-            print(f"{placement}, staleness={staleness}: {sides[staleness].samples_per_s[-1]:.2f} samples/s", flush=True)
-    assert delay_s is not None
+                    delay_s = set_delay(folder, median(seconds[-3:]))
+                sides[staleness].append(take(reports, plan))
+            rate = sides[staleness][-1]["samples/s"]
+            print(f"{placement}, staleness={staleness}: {rate:.2f} samples/s", flush=True)
     return sides, delay_s
 
 
-def take(reports: Iterator[Any], side: Side, plan: Plan) -> None:
+def take(reports: Iterator[Any], plan: Plan) -> Run:
     for _ in range(plan.num_warm):
         next(reports)
     start = time.perf_counter()
     metrics = [next(reports).metrics for _ in range(plan.num_steps)]
-    seconds = time.perf_counter() - start
-    side.samples_per_s.append(plan.num_steps * PROMPTS * ANSWERS / seconds)
+    rate = plan.num_steps * PROMPTS * ANSWERS / (time.perf_counter() - start)
     names = [name for name in metrics[-1] if name.startswith(("time/", "staleness/max"))]
-    side.parts.append({name: statistics.median(step[name] for step in metrics if name in step) for name in names})
+    return {"samples/s": rate} | {name: median(step[name] for step in metrics if name in step) for name in names}
 
 
-def speed_rows(placement: str, sides: dict[int, Side], has_peer: bool) -> list[Row]:
-    ours, theirs = (statistics.median(sides[staleness].samples_per_s) for staleness in (1, 0))
+def speed_rows(placement: str, sides: Sides, has_peer: bool) -> list[Row]:
+    ours, theirs = (median(run["samples/s"] for run in sides[staleness]) for staleness in (1, 0))
     return beside(placement, "samples/s", ours, {PEER: theirs} if has_peer else {})
 
 
-def figures(placement: str, sides: dict[int, Side], delay_s: float) -> dict[str, Any]:
+def figures(placement: str, sides: Sides, delay_s: float) -> dict[str, Any]:
     """Return what a step is made of, and what could be gained at best by overlapping it."""
-    before, after = sides[0], sides[1]
-    generation = before.part("time/rollout_s")
-    learning = sum(before.part(f"time/{name}_s") for name in ("reference", "update", "weights", "idle"))
+
+    def part(staleness: int, *names: str) -> float:
+        return round(sum(median(run.get(name, 0.0) for run in sides[staleness]) for name in names), 4)
+
+    generation = part(0, "time/rollout_s")
+    learning = part(0, "time/reference_s", "time/update_s", "time/weights_s", "time/idle_s")
     return {
         "reward_takes_s": round(delay_s, 4),
-        "step_s": {f"staleness={k}": round(sides[k].part("time/step_s"), 4) for k in sides},
-        "generation_s": round(generation, 4), "learning_s": round(learning, 4),
+        "step_s": {f"staleness={k}": part(k, "time/step_s") for k in sides},
+        "generation_s": generation, "learning_s": learning,
         "best_possible_ratio": round(best_ratio(placement, generation, delay_s, learning), 3),
-        "oldest_token_age": after.part("staleness/max"),
-        "learner_waited_s": round(after.part("time/waiting_s") + after.part("time/lease_s"), 4),
-        "writers_waited_s": round(after.part("time/ahead/idle_s"), 4),
-        "samples_per_s": {f"staleness={k}": [round(rate, 2) for rate in sides[k].samples_per_s] for k in sides},
+        "oldest_token_age": part(1, "staleness/max"),
+        "learner_waited_s": part(1, "time/waiting_s", "time/lease_s"),
+        "writers_waited_s": part(1, "time/ahead/idle_s"),
+        "samples_per_s": {f"staleness={k}": [round(run["samples/s"], 2) for run in sides[k]] for k in sides},
     }  # fmt: skip
 
 
@@ -147,11 +140,6 @@ def best_ratio(placement: str, generation_s: float, reward_s: float, learning_s:
 
 
 def learn(folder: Path, plan: Plan, has_peer: bool, is_quick: bool) -> tuple[list[Row], dict[str, Any]]:
-    import torch
-
-    from practicum.demo.run import WARM_UP_ACCURACY, demo_config
-    from practicum.loop.run_folder import read_metrics
-
     torch.set_num_threads(1)  # the model is too small to gain from more
     write_demo(folder, until_accuracy=0.0 if is_quick else WARM_UP_ACCURACY)  # 0: it stops as soon as it may
     before, after = {}, {}
@@ -163,7 +151,7 @@ def learn(folder: Path, plan: Plan, has_peer: bool, is_quick: bool) -> tuple[lis
             f"controller.backend={'local' if is_quick else 'ray'}", "validation.every=0", "trainer.checkpoint_every=0",
         ]  # fmt: skip
         config = demo_config(folder, overrides)
-        after[staleness] = [report.accuracy for report in trainer_of(config).steps()][-1]
+        after[staleness] = [report.accuracy for report in steps_of(config)][-1]
         before[staleness] = float(read_metrics(Path(config.trainer.run_dir))[0]["validation/accuracy"])
     metric = f"held-out accuracy after {plan.learning_steps} steps"
     rows = beside(LEARNING, metric, after[1], {PEER: after[0]} if has_peer else {})
@@ -172,26 +160,21 @@ def learn(folder: Path, plan: Plan, has_peer: bool, is_quick: bool) -> tuple[lis
 
 def write_demo(folder: Path, until_accuracy: float) -> None:
     """Write the demonstration's problems, and its model warmed up until that accuracy."""
-    from practicum.demo.arithmetic import all_problems, write_problems
-    from practicum.demo.run import NUM_HELD_OUT, WRONG_SHARE
-    from practicum.demo.warmup import warm_up
-
     train, held_out = all_problems(0, NUM_HELD_OUT)
     write_problems(folder / "train.jsonl", train)
     write_problems(folder / "held-out.jsonl", held_out)
     warm_up(folder / "model", train, seed=0, until_accuracy=until_accuracy, wrong_share=WRONG_SHARE)
 
 
-def trainer_of(config: Any) -> Any:
-    from practicum import Trainer
-
-    return Trainer(config, notify=lambda text: None)
+def steps_of(config: Any) -> Generator[Any]:
+    return cast(Generator[Any], Trainer(config, notify=lambda text: None).steps())
 
 
-def set_delay(folder: Path, seconds: float) -> None:
+def set_delay(folder: Path, seconds: float) -> float:
     new = folder / "delay.new"
     new.write_text(str(seconds))
     new.rename(folder / "delay")
+    return seconds
 
 
 def write_work(folder: Path) -> None:
@@ -205,18 +188,11 @@ def write_work(folder: Path) -> None:
 
 
 def speed_config(folder: Path, placement: str, staleness: int, name: str, backend: str = "ray") -> Any:
-    from practicum import Config
-
-    tree = {
-        "model": {"path": str(folder / "work-model")},
-        "data": {"train": str(folder / "prompts.jsonl"), "prompts_per_step": PROMPTS, "max_prompt_tokens": 64},
-        "rollout": {"placement": placement, "answers_per_prompt": ANSWERS, "max_new_tokens": NEW_TOKENS},
-        "reward": {"function": f"{folder / 'grade.py'}:grade", "timeout_s": 60.0},
-        "actor": {"lr": 1.0e-6},
-        "algorithm": {"correction": {"kind": "truncated"}},
-        "controller": {"backend": backend},
-        # More steps than will be taken, so that none of them is the last, which would also write a checkpoint.
-        "trainer": {"steps": 1_000_000, "staleness": staleness, "checkpoint_every": 0, "device": "cpu",
-                    "threads_per_worker": 1, "run_dir": str(folder / name)},
-    }  # fmt: skip
-    return Config.from_tree(tree, source="bench async")
+    model, prompts, run_dir = (str(folder / each) for each in ("work-model", "prompts.jsonl", name))
+    job = Job(model, prompts, run_dir, 1, PROMPTS, ANSWERS, NEW_TOKENS)
+    overrides = [
+        f"rollout.placement={placement}", f"reward.function={folder / 'grade.py'}:grade", "reward.timeout_s=60",
+        "algorithm.correction.kind=truncated", f"controller.backend={backend}", f"trainer.staleness={staleness}",
+        "trainer.checkpoint_every=0",
+    ]  # fmt: skip
+    return config_of(job, overrides)

@@ -16,19 +16,20 @@ layer with an order of its own. The bound is that of random ones, log2 C(E, k) b
 from __future__ import annotations
 
 import math
-import os
 import pickle
 import random
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import numpy as np
+import torch
 
-from bench.harness import Options, Outcome, Row, UsageError
+from bench import replay_cost, replay_exact
+from bench.harness import Options, Outcome, Row
 from practicum.errors import ReplayError
 from practicum.replay import Recording, RecordingHeader, RouteWriter, coded
 from practicum.replay.codec import decode_routes, encode_routes
@@ -40,12 +41,7 @@ THREADS = 1  # in this process: the matrices are small, and a second thread cost
 
 
 def run(options: Options) -> Outcome:
-    if options.peer not in (None, "none"):
-        raise UsageError(f"peer {options.peer!r} is not known here; known: none. Ours is compared with itself.")
-    import torch
-
-    from bench import replay_cost, replay_exact
-
+    options.has_peer()  # knows none: ours is compared with itself
     cost = replay_cost.run(options)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
@@ -141,44 +137,17 @@ def memory_rows(num_tokens: int) -> list[Row]:
 HEADER = RecordingHeader("bench-moe", tuple(range(16)), 64, 8, "bench-tokenizer")
 NUM_SAMPLES = 24
 CHUNK_TOKENS = 120  # some three samples
-CUT_OFF, FLIPPED = "file, cut off", "file, a bit flipped"
+Harmed = tuple[bytes, int, int]  # the file, and where the damage begins and ends
 
 
-@dataclass(slots=True)
-class Damage:
-    """What came of opening a damaged file so many times, and asking it for every sample."""
-
-    num_files: int = 0
-    num_refused: int = 0  # files that could not be opened: the damage is in the header
-    num_rows: int = 0  # token-layers that were read
-    num_refused_samples: int = 0  # missing, or a ReplayError
-    num_wrong_rows: int = 0  # read though they are not what was recorded
-    num_crashes: int = 0  # any exception but a ReplayError
-    num_lost_needlessly: int = 0  # samples not read though the damage is not in their chunk
-
-    @property
-    def readable_share(self) -> float:
-        """The share of the samples of all files."""
-        num_lost = self.num_refused_samples + (self.num_refused + self.num_crashes) * NUM_SAMPLES
-        return 1 - num_lost / (self.num_files * NUM_SAMPLES)
-
-    def rows(self, case: str) -> list[Row]:
-        return [
-            Row(case, f"crashes, of {self.num_files:,} files", self.num_crashes, better="lower"),
-            Row(case, f"wrong rows, of {self.num_rows:,} given out", self.num_wrong_rows, better="lower"),
-            Row(case, "samples lost though the damage is elsewhere", self.num_lost_needlessly, better="lower"),
-            Row(case, "share of samples still readable", self.readable_share),
-        ]
-
-
-def cut_off(whole: bytes, dice: random.Random) -> tuple[bytes, int, int]:
-    """Return the file cut off at a random byte, and where the damage begins and ends."""
+def cut_off(whole: bytes, dice: random.Random) -> Harmed:
+    """Cut the file off at a random byte."""
     at = dice.randrange(len(whole))
     return whole[:at], at, len(whole)
 
 
-def flipped(whole: bytes, dice: random.Random) -> tuple[bytes, int, int]:
-    """Return the file with a random bit flipped, and where the damage begins and ends."""
+def flipped(whole: bytes, dice: random.Random) -> Harmed:
+    """Flip a random bit."""
     data, at = bytearray(whole), dice.randrange(len(whole))
     data[at] ^= 1 << dice.randrange(8)
     return bytes(data), at, at + 1
@@ -187,24 +156,25 @@ def flipped(whole: bytes, dice: random.Random) -> tuple[bytes, int, int]:
 def damage_rows(options: Options) -> list[Row]:
     found: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="bench-replay-") as folder:
-        for case, harm in ((CUT_OFF, cut_off), (FLIPPED, flipped)):
+        for case, harm in (("file, cut off", cut_off), ("file, a bit flipped", flipped)):
             if options.wants(case):
-                found += damaged(harm, 50 if options.quick else 1000, Path(folder)).rows(case)
+                found += damaged(case, harm, 50 if options.quick else 1000, Path(folder))
     return found
 
 
 def damaged(
-    harm: Callable[[bytes, random.Random], tuple[bytes, int, int]], num_files: int, folder: Path, seed: int = 0
-) -> Damage:
+    case: str, harm: Callable[[bytes, random.Random], Harmed], num_files: int, folder: Path, seed: int = 0
+) -> list[Row]:
+    """Open a damaged file so many times, and ask it for every sample."""
     records = {record.id: record for record in map(make_record, range(NUM_SAMPLES))}
-    path = folder / "recording"
+    path = folder / f"recording-{case}"
     with RouteWriter(path, HEADER, CHUNK_TOKENS) as writer:
         writer.append(records.values())
     whole = path.read_bytes()
     with Recording(path) as recording:
         chunks = recording.files[0].chunks
     spans = {entry.id: (c.head.offset, c.head.offset + c.head.size) for c in chunks for entry in c.samples}
-    dice, found = random.Random(seed), Damage(num_files)
+    dice, counts = random.Random(seed), Counter[str]()
     for _ in range(num_files):
         data, start, end = harm(whole, dice)
         path.write_bytes(data)
@@ -215,21 +185,24 @@ def damaged(
                     try:
                         got[id] = recording.record(id)
                     except ReplayError:
-                        found.num_refused_samples += 1
+                        if not (spans[id][0] < end and start < spans[id][1]):
+                            counts["lost though elsewhere"] += 1
         except ReplayError:
-            found.num_refused += 1
-            continue
+            continue  # the damage is in the header
         except Exception:
-            found.num_crashes += 1
+            counts["crashes"] += 1
             continue
-        for id, record in records.items():
-            if id in got:
-                found.num_rows += len(record.routes) * len(HEADER.layers)
-                found.num_wrong_rows += num_wrong(record, got[id])
-            elif not (spans[id][0] < end and start < spans[id][1]):
-                found.num_lost_needlessly += 1
-    os.unlink(path)
-    return found
+        counts["read"] += len(got)
+        for id, record in got.items():
+            counts["rows"] += len(records[id].routes) * len(HEADER.layers)
+            counts["wrong rows"] += num_wrong(records[id], record)
+    share = counts["read"] / (num_files * NUM_SAMPLES)
+    return [
+        Row(case, f"crashes, of {num_files:,} files", counts["crashes"], better="lower"),
+        Row(case, f"wrong rows, of {counts['rows']:,} given out", counts["wrong rows"], better="lower"),
+        Row(case, "samples lost though the damage is elsewhere", counts["lost though elsewhere"], better="lower"),
+        Row(case, "share of samples still readable", share),
+    ]
 
 
 def num_wrong(record: RecordedSample, got: RecordedSample) -> int:

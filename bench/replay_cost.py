@@ -11,31 +11,31 @@ of replay. Nothing is compared with the rollout (`compare_every=0`). The samples
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bench.contestant import JobFile, Line, step
+from bench import work
+from bench.contestant import Argument, Line, step
 from bench.harness import Options, Outcome, Row
 from bench.models import VOCABULARY, write_model
-from bench.replay_exact import actor_settings, dealt, replay_settings, routes_of
-from bench.turns import Plan, Tally, cpu_environment, opened, take_turns
-from bench.work import groups_of, native_engine, to_learn_from, written
-from practicum.controller import LocalWorkerGroup, RayClassWithInitArgs, WorkerGroup
+from bench.replay_exact import DISABLED, routes_of
+from bench.turns import Plan, Tally, alternate, cpu_environment, opened
+from practicum.controller import WorkerGroup
 from practicum.replay import coded
 from practicum.rollout.base import BaseRollout
 from practicum.train import ActorWorker
 from practicum.types import PromptGroup, Sample, SamplingParams
 
-DISABLED = "disabled"
 ROLLOUT, UPDATE, UPDATES = "cost rollout", "cost update, 1 mini-batch", "cost update, 4 mini-batches"
 MINI_BATCHES = {UPDATE: 1, UPDATES: 4}
 MODES: dict[str, Sequence[str]] = {
@@ -48,9 +48,7 @@ QUICK = Plan(warmup_steps=1, num_rounds=1, steps_per_turn=1)
 
 
 @dataclass(frozen=True)
-class Job(JobFile):
-    """All a contestant needs to know."""
-
+class Job(Argument):
     folder: str  # of its own: for samples and recordings
     model: str
     threads: int
@@ -66,15 +64,15 @@ class Job(JobFile):
     def engine(self) -> dict[str, Any]:
         return {"device": self.device, "dtype": self.dtype, "max_batch": self.num_samples}
 
-    def groups(self, prompt_tokens: tuple[int, int], seed: int = 0) -> list[PromptGroup]:
+    def groups(self, spread: int = 0, seed: int = 0) -> list[PromptGroup]:
         params = SamplingParams(self.new_tokens, ignore_eos=True)
-        return groups_of(self.num_samples, prompt_tokens, params, self.vocabulary, seed)
+        lengths = (self.prompt_tokens - spread, self.prompt_tokens + spread)
+        return work.groups_of(self.num_samples, lengths, params, self.vocabulary, seed)
 
     def make_samples(self) -> None:
         """Have the native engine write samples; keep them with routes as they travel."""
-        spread = self.prompt_tokens // 4
-        with native_engine(self.model, keep_routes=True, **self.engine) as engine:
-            samples = written(engine, self.groups((self.prompt_tokens - spread, self.prompt_tokens + spread)))
+        with work.native_engine(self.model, keep_routes=True, **self.engine) as engine:
+            samples = work.written(engine, self.groups(spread=self.prompt_tokens // 4))
         for sample, routes in zip(samples, coded(routes_of(samples)), strict=True):
             sample.routes = routes
         (Path(self.folder) / "samples.pkl").write_bytes(pickle.dumps(samples))
@@ -90,125 +88,102 @@ def run(options: Options) -> Outcome:
         return Outcome([])
     threads = 1 if options.quick else os.cpu_count() or 1
     with tempfile.TemporaryDirectory(prefix="bench-replay-") as name:
-        folder = Path(name)
-        write_model(folder / "model", mixture_of_experts=True)
+        model = write_model(Path(name) / "model", mixture_of_experts=True)
         few = {"num_samples": 8, "prompt_tokens": 8, "new_tokens": 8} if options.quick else {}
-        job = Job(name, str(folder / "model"), threads, **few)
+        job = Job(name, str(model), threads, **few)
         if set(wanted) - {ROLLOUT}:
             job.make_samples()
         plan = QUICK if options.quick else FULL
-        tallies = contest(job, wanted, plan, folder)
+        tallies = dict(contests(job, wanted, plan))
     rows = [row for case in wanted for row in case_rows(case, tallies[case])]
-    others = {case: round(max(tally.others_share for tally in own.values()), 3) for case, own in tallies.items()}
+    others = {case: round(own[DISABLED].others_share, 3) for case, own in tallies.items()}
     sizes = {name: value for name, value in asdict(job).items() if name not in ("folder", "model")}
     return Outcome(rows, {"cost": {"plan": asdict(plan), **sizes, "cpu_share_of_others": others}})
 
 
-def contest(job: Job, cases: Sequence[str], plan: Plan, folder: Path) -> dict[str, dict[str, Tally]]:
-    """Return tallies by case and mode."""
-    job.write(folder / "job.json")
-    program = [sys.executable, "-m", "bench.replay_cost", str(folder / "job.json")]
+def contests(job: Job, cases: Sequence[str], plan: Plan) -> Iterator[tuple[str, dict[str, Tally]]]:
+    """Yield each case with the tallies of its modes."""
+    program = [sys.executable, "-m", "bench.replay_cost", job.dump()]
     commands = {mode: [*program, mode] for case in cases for mode in MODES[case]}
-    found: dict[str, dict[str, Tally]] = {}
-    with opened(commands, folder, cpu_environment(job.threads), end_s=3.0) as sides:
+    with opened(commands, Path(job.folder), cpu_environment(job.threads), end_s=3.0) as sides:
         for side in sides:
             side.ready(plan.start_s)
         for case in cases:
             print(f"{case}:", file=sys.stderr, flush=True)
-            found[case] = take_turns([side for side in sides if side.name in MODES[case]], plan, case)
-    return found
+            yield case, alternate([side for side in sides if side.name in MODES[case]], plan, case)
 
 
 def case_rows(case: str, tallies: Mapping[str, Tally]) -> list[Row]:
-    plain = tallies[DISABLED]
-    return [
-        Row(case, f"{mode}: {metric}", read(tally), read(plain), DISABLED, "lower")
+    """Return what a step takes in each mode against disabled; CPU time where that was measured."""
+    found = {
+        mode: {"s a step": tally.parts()["step"], "CPU s a step": tally.cpu_s / len(tally.steps)}
         for mode, tally in tallies.items()
-        if mode != DISABLED
-        for metric, read in (
-            ("s a step", lambda tally: tally.parts()["step"]),
-            ("CPU s a step", lambda tally: tally.cpu_s / len(tally.steps)),
-        )
+    }
+    plain = found.pop(DISABLED)
+    return [
+        Row(case, f"{mode}: {metric}", value, plain[metric], DISABLED, "lower")
+        for mode, own in found.items()
+        for metric, value in own.items()
+        if plain[metric]
     ]
 
 
 # A contestant: one mode of router replay
 
 
-class Side:
-    """Engine and learner of one mode. They are made when they are first needed."""
+@contextmanager
+def open_side(job: Job, mode: str) -> Iterator[Callable[[str], dict[str, Any]]]:
+    """Yield what takes a step of a case. Engine and actor are made when they are first needed."""
+    numbers = itertools.count(1)
+    with ExitStack() as stack:
 
-    def __init__(self, job: Job, mode: str) -> None:
-        self._job = job
-        self._mode = mode
-        self._num_steps = 0
-        self._stack = ExitStack()
+        @cache
+        def make_engine() -> BaseRollout:
+            return stack.enter_context(work.native_engine(job.model, keep_routes=mode == "R3", **job.engine))
 
-    def step(self, case: str) -> dict[str, Any]:
-        self._num_steps += 1
-        return self._rollout() if case == ROLLOUT else self._update(MINI_BATCHES[case])
+        @cache
+        def make_actor() -> tuple[WorkerGroup[ActorWorker], list[Sample]]:
+            replay = work.replay_settings(mode, Path(job.folder))
+            settings = {"threads": job.threads, "device": job.device, "compute_dtype": job.dtype, "replay": replay}
+            samples = job.read_samples()
+            if mode != "R3":
+                samples = [replace(sample, routes=None) for sample in samples]
+            return stack.enter_context(work.open_actors(Path(job.model), **settings)), samples
 
-    def _rollout(self) -> dict[str, Any]:
-        engine, length = self._engine, self._job.prompt_tokens
-        groups = self._job.groups((length, length), seed=1000 * self._num_steps)
-        began = time.perf_counter()
-        samples = written(engine, groups)
-        seconds = time.perf_counter() - began
-        num_kept = sum(sample.routes is not None for sample in samples)
-        if num_kept != (len(samples) if self._mode == "R3" else 0):
-            raise RuntimeError(f"{num_kept} of {len(samples)} samples have routes in mode {self._mode}")
-        return step(seconds, sum(len(sample.token_ids) for sample in samples))
+        def take_step(case: str) -> dict[str, Any]:
+            number = next(numbers)
+            if case == ROLLOUT:
+                engine, groups = make_engine(), job.groups(seed=1000 * number)
+                began = time.perf_counter()
+                samples = work.written(engine, groups)
+                seconds, num_tokens = time.perf_counter() - began, sum(len(sample.token_ids) for sample in samples)
+                num_kept = sum(sample.routes is not None for sample in samples)
+                if num_kept != (len(samples) if mode == "R3" else 0):
+                    raise RuntimeError(f"{num_kept} of {len(samples)} samples have routes in mode {mode}")
+            else:
+                actor, samples = make_actor()
+                batches = work.mini_batches(
+                    work.to_learn_from(samples, number), 1, MINI_BATCHES[case], job.micro_batch_tokens
+                )
+                began = time.perf_counter()
+                (stats,) = actor.map(ActorWorker.update, batches, number)
+                seconds, num_tokens = time.perf_counter() - began, sum(sample.num_tokens for sample in samples)
+                num_replayed = None if stats.replay is None else stats.replay.num_rows
+                if num_replayed != (None if mode == DISABLED else num_tokens):
+                    raise RuntimeError(f"{num_replayed} of {num_tokens} tokens were replayed in mode {mode}")
+            return step(seconds, num_tokens)
 
-    def _update(self, num_parts: int) -> dict[str, Any]:
-        samples = to_learn_from(self._samples, self._num_steps)
-        batches = dealt(samples, 1, num_parts, self._job.micro_batch_tokens)
-        learner = self._learner
-        began = time.perf_counter()
-        (stats,) = learner.map(ActorWorker.update, batches, self._num_steps)
-        seconds = time.perf_counter() - began
-        num_tokens = sum(sample.num_tokens for sample in samples)
-        if (stats.replay is None) != (self._mode == DISABLED):
-            raise RuntimeError(f"replay statistics {stats.replay} in mode {self._mode}")
-        if stats.replay is not None and stats.replay.num_rows != num_tokens:
-            raise RuntimeError(f"{stats.replay.num_rows} tokens were replayed where {num_tokens} were learnt from")
-        return step(seconds, num_tokens)
-
-    def close(self) -> None:
-        self._stack.close()
-
-    @cached_property
-    def _engine(self) -> BaseRollout:
-        engine = native_engine(self._job.model, keep_routes=self._mode == "R3", **self._job.engine)
-        return self._stack.enter_context(engine)
-
-    @cached_property
-    def _samples(self) -> list[Sample]:
-        samples = self._job.read_samples()
-        return samples if self._mode == "R3" else [replace(sample, routes=None) for sample in samples]
-
-    @cached_property
-    def _learner(self) -> WorkerGroup[ActorWorker]:
-        job = self._job
-        replay = None if self._mode == DISABLED else replay_settings(self._mode, Path(job.folder))
-        settings = actor_settings(
-            Path(job.model), threads=job.threads, device=job.device, compute_dtype=job.dtype, replay=replay
-        )
-        group = LocalWorkerGroup(RayClassWithInitArgs(ActorWorker, settings), name="learner")
-        self._stack.callback(group.shutdown)
-        return group
+        yield take_step
 
 
 def main() -> None:
     line = Line()
     import torch
 
-    job = Job.read(sys.argv[1])
+    job = Job.parse(sys.argv[1])
     torch.set_num_threads(job.threads)
-    side = Side(job, sys.argv[2])
-    try:
-        line.serve(["practicum", "torch", "transformers"], side.step)
-    finally:
-        side.close()
+    with open_side(job, sys.argv[2]) as take_step:
+        line.serve(["practicum", "torch", "transformers"], take_step)
 
 
 if __name__ == "__main__":

@@ -10,100 +10,80 @@ A part that fails is named in the file and makes the exit code 1; the others sta
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bench.harness import RESULTS, Row, environment, free_memory, run_parts
-from bench.models import LARGE_VOCABULARY, MIXTURES, Shape, save_family
-from bench.replay_cost import DISABLED, MODES, ROLLOUT, UPDATE, UPDATES, Job, Side
-from bench.replay_exact import Sizes, exactness, load_learner, measured
+from bench.models import LARGE_VOCABULARY, write_enlarged
+from bench.replay_cost import MODES, ROLLOUT, UPDATE, UPDATES, Job, case_rows, open_side
+from bench.replay_exact import DISABLED, Learner, effect_rows, exact_rows
+from bench.turns import Step, Tally
+from tests.models import save_family
 
 FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
-assert set(FAMILIES) <= MIXTURES.keys()
+LARGE: dict[str, Any] = {
+    "name": "1.6B",
+    "shape": {"num_hidden_layers": 16, "hidden_size": 1024, "moe_intermediate_size": 384, "num_experts": 64,
+              "num_experts_per_tok": 8, "vocab_size": LARGE_VOCABULARY, "num_attention_heads": 16,
+              "num_key_value_heads": 8, "head_dim": 128, "gates": 0.3, "experts": 1.0},
+    "effect": {"num_samples": 32, "prompt_tokens": (64, 192), "new_tokens": 128},
+    "cost": {"num_samples": 32, "prompt_tokens": 128, "new_tokens": 128}, "num_warm": 2, "num_rounds": 5,
+}  # fmt: skip
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "shape": {"num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 16, "num_experts": 16,
+              "num_experts_per_tok": 4, "vocab_size": 4096, "num_attention_heads": 2, "num_key_value_heads": 1,
+              "gates": 0.3, "experts": 1.0},
+    "effect": {"num_samples": 4, "prompt_tokens": (3, 9), "new_tokens": 5},
+    "cost": {"num_samples": 4, "prompt_tokens": 8, "new_tokens": 6}, "num_warm": 1, "num_rounds": 2,
+}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    name: str
-    shape: Shape
-    effect: Sizes
-    num_samples: int  # of the cost, as are the rest
-    prompt_tokens: int
-    new_tokens: int
-    num_warm: int
-    num_rounds: int
-
-
-LARGE = Work(
-    "1.6B", Shape(16, 1024, 384, 64, 8, gates=0.3, experts=1.0, vocabulary=LARGE_VOCABULARY, heads=16, head_dim=128),
-    Sizes(32, (64, 192), 128), num_samples=32, prompt_tokens=128, new_tokens=128, num_warm=2, num_rounds=5,
-)  # fmt: skip
-SMALL = Work(
-    "small", Shape(2, 64, 16, 16, 4, gates=0.3, experts=1.0, vocabulary=4096, heads=2), Sizes(4, (3, 9), 5),
-    num_samples=4, prompt_tokens=8, new_tokens=6, num_warm=1, num_rounds=2,
-)  # fmt: skip
-
-
-def exact_rows(device: torch.device, folder: Path) -> list[Row]:
-    learners = {family: load_learner(save_family(family, folder / family), device) for family in FAMILIES}
-    return [row for family, own in learners.items() for row in exactness(own).rows(f"exact {family}")]
-
-
-def rollout_rows(work: Work, job: Job) -> list[Row]:
+def rollout_rows(job: Job, num_warm: int, num_rounds: int) -> list[Row]:
     """Both engines are in this process and write a batch each in turn."""
-    sides = {mode: Side(job, mode) for mode in MODES[ROLLOUT]}
-    seconds: dict[str, list[float]] = {mode: [] for mode in sides}
-    for number in range(work.num_warm + work.num_rounds):
-        for mode, side in sides.items():
-            took = timed(side, ROLLOUT)
-            if number >= work.num_warm:
-                seconds[mode].append(took)
-    for side in sides.values():
-        side.close()
-    return cost_rows(ROLLOUT, seconds)
+    tallies = {mode: Tally() for mode in MODES[ROLLOUT]}
+    with ExitStack() as stack:
+        sides = {mode: stack.enter_context(open_side(job, mode)) for mode in tallies}
+        for number in range(num_warm + num_rounds):
+            for mode, take_step in sides.items():
+                took = timed(take_step, ROLLOUT)
+                if number >= num_warm:
+                    tallies[mode].steps.append(took)
+    return case_rows(ROLLOUT, tallies)
 
 
-def update_rows(work: Work, job: Job) -> list[Row]:
+def update_rows(job: Job, num_warm: int, num_rounds: int) -> list[Row]:
     """One learner comes after the other: a process has room for one. Disabled is first and last, to show any drift."""
     job.make_samples()
-    free_memory()
-    by_case: dict[str, dict[str, list[float]]] = {UPDATE: {}, UPDATES: {}}
+    tallies: dict[str, dict[str, Tally]] = {UPDATE: {}, UPDATES: {}}
     for mode in (DISABLED, "R3", "R2", DISABLED):
-        side = Side(job, mode)
-        try:
-            for case, seconds in by_case.items():
+        free_memory()
+        with open_side(job, mode) as take_step:
+            for case, own in tallies.items():
                 if mode in MODES[case]:
-                    took = [timed(side, case) for _ in range(work.num_warm + work.num_rounds)][work.num_warm :]
-                    seconds.setdefault(mode, []).extend(took)
-                    print(f"{case}, {mode}: {statistics.median(took):.4f} s", flush=True)
-        finally:
-            side.close()
-            del side
-            free_memory()
-    return [row for case, seconds in by_case.items() for row in cost_rows(case, seconds)]
+                    took = [timed(take_step, case) for _ in range(num_warm + num_rounds)][num_warm:]
+                    print(f"{case}, {mode}: {Tally(took).parts()['step']:.4f} s", flush=True)
+                    own.setdefault(mode, Tally()).steps.extend(took)
+        del take_step
+    return [row for case, own in tallies.items() for row in case_rows(case, own)]
 
 
-def timed(side: Side, case: str) -> float:
-    """Return the seconds of a step, to the end of what it has set going on the device."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def timed(take_step: Callable[[str], Any], case: str) -> Step:
+    """Take a step, to the end of what it has set going on the device."""
+    wait: Callable[[], Any] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
     began = time.perf_counter()
-    side.step(case)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
-def cost_rows(case: str, seconds: dict[str, list[float]]) -> list[Row]:
-    medians = {mode: statistics.median(own) for mode, own in seconds.items()}
-    plain = medians.pop(DISABLED)
-    return [Row(case, f"{mode}: s a step", own, plain, DISABLED, "lower") for mode, own in medians.items()]
+    take_step(case)
+    wait()
+    return Step(time.perf_counter() - began, 1)
 
 
 def main() -> int:
@@ -114,26 +94,26 @@ def main() -> int:
     given = parser.parse_args()
     device = torch.device(given.device)
     work = SMALL if given.small else LARGE
-    where = environment("python -m bench.replay_gpu") | {"work": asdict(work)}
+    where = environment("python -m bench.replay_gpu") | {"work": work}
     where["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     with tempfile.TemporaryDirectory(prefix="bench-replay-") as name:
-        model, folder = Path(name) / "model", Path(name) / "cost"
-        folder.mkdir()
-        sizes = (work.num_samples, work.prompt_tokens, work.new_tokens)
-        kind = {"vocabulary": work.shape.vocabulary, "device": device.type, "dtype": "bfloat16"}
-        job = Job(str(folder), str(model), torch.get_num_threads(), *sizes, **kind)
+        folder = Path(name)
+        model = folder / "model"
+        kind = {"vocabulary": work["shape"]["vocab_size"], "device": device.type, "dtype": "bfloat16"}
+        job = Job(name, str(model), torch.get_num_threads(), **work["cost"], **kind)
+        rounds = {"num_warm": work["num_warm"], "num_rounds": work["num_rounds"]}
 
-        def make_model() -> list[Row]:
-            work.shape.save(model, device.type, "bfloat16")
-            return []  # no rows: the parts after it need the model
+        def exact(family: str) -> list[Row]:
+            return exact_rows(f"exact {family}", Learner(save_family(family, folder / family), device))
 
-        parts = {
-            "exact": lambda: exact_rows(device, Path(name)),
-            "model": make_model,
-            "effect": lambda: measured(model, work.shape, work.effect, device).rows(f"effect {work.name}"),
-            "cost rollout": lambda: rollout_rows(work, job),
-            "cost update": lambda: update_rows(work, job),
-        }
+        def effect() -> list[Row]:
+            write_enlarged(model, device=device.type, dtype="bfloat16", **work["shape"])
+            free_memory()
+            return effect_rows(f"effect {work['name']}", model, device=device, **work["effect"])
+
+        parts: dict[str, Callable[[], list[Row]]] = {f"exact {family}": partial(exact, family) for family in FAMILIES}
+        parts |= {"effect": effect, "cost rollout": partial(rollout_rows, job, **rounds)}
+        parts |= {"cost update": partial(update_rows, job, **rounds)}
         return run_parts("replay_gpu", parts, given.out, where)
 
 

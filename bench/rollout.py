@@ -1,12 +1,10 @@
 """`rollout`: the native engine against transformers, TRL and vLLM; against the machine; in training; its promises.
 
-    contest   equal, mixed, different, shared; dense and moe   ours and the peers                    in turns
-    alone     share of the matrix rate, log-probs, greedy      ours                                  a step each
-    demo      the demonstration's training, its accuracy       rollout.engine=native and =hf         in turns
-    weights   a version from trainer to engine, by channel     memcpy; see rollout_weights.py        in turns
-    promises  kill, update under load, conversation            ours                                  once
-
-The work is in rollout_work.py, our side in rollout_ours.py.
+contest   equal, mixed, different, shared; dense and moe   ours and the peers                    in turns
+alone     share of the matrix rate, log-probs, greedy      ours                                  a step each
+demo      the demonstration's training, its accuracy       rollout.engine=native and =hf         in turns
+weights   a version from trainer to engine, by channel     memcpy                                in turns
+promises  kill, update under load, conversation            ours; see rollout_promises.py         once
 """
 
 from __future__ import annotations
@@ -14,27 +12,35 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
+from statistics import fmean, median
+
+import psutil
+import torch
+from torch import Tensor
 
 from bench.grpo import OURS, rate_rows
-from bench.harness import Options, Outcome, Peer, Row, UsageError
+from bench.harness import Options, Outcome, Peer, Row, UsageError, asked_peers
 from bench.models import VOCABULARY, write_model
 from bench.overlap import write_demo
 from bench.rollout_work import DENSE, MOE, Job, make_cases
-from bench.turns import Contestant, Plan, Tally, cpu_environment, opened, take_turns
+from bench.turns import Plan, Tally, alternate, cpu_environment, opened
+from practicum.weights import ChannelSettings, WeightReceiver
+from tests.weights.sending import TrainerProcess
 
 GENERATE, CONTINUOUS, TRL, VLLM = "generate", "continuous_batching", "trl", "vllm"
 PEERS = (GENERATE, CONTINUOUS, TRL, VLLM)
-IN_ENVIRONMENTS_OF_THEIR_OWN = (TRL, VLLM)
-LOG_PROBS, GREEDY, DEMO, WEIGHTS = "log-probs", "greedy", "demo", "weights"
-REPLICAS, CONVERSATION, NUM_TURNS = "kill, update under load", "conversation", 50
-SHARE = "share of the matrix rate"
-DIFFERENCE = "largest difference to a full forward pass"
+LOG_PROBS, GREEDY, DEMO = "log-probs", "greedy", "demo"
+PROMISES = ("conversation", "kill, update under load")  # whose contestant ends with the replicas
+NUM_TURNS, WITHOUT = 50, "without"
+HIGHER = ("turns with a tool", "tokens less, had its text been tokenised again", "by the old weights",
+          "by the new weights")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,39 +48,31 @@ class Sizes:
     num_prompts: int
     num_new: int
     plan: Plan
-    warms_each_case: bool  # or only the first with each model
     num_looks: int  # at what is checked of ours alone and depends on the machine
     demo: Plan
     demo_steps: int  # in all; those that are timed are among the first
     demo_accuracy: float  # of its model before the training
     demo_backend: str
+    weights: tuple[int, int]  # bytes, and rounds
     promised_tokens: int  # of each answer of the replicas
     end_s: float  # then contestants are killed: nothing of worth is left in them
-    more_environment: Mapping[str, str]  # of all contestants
+    environment: Mapping[str, str]  # of all contestants
 
 
 FULL = Sizes(
-    num_prompts=64, num_new=64,
+    num_prompts=64, num_new=64, num_looks=5,
     plan=Plan(warmup_steps=1, num_rounds=7, steps_per_turn=1, extra_rounds=14, patience_s=300, turn_s=600),
-    warms_each_case=True, num_looks=5,
     demo=Plan(warmup_steps=4, num_rounds=8, steps_per_turn=5, extra_rounds=16, patience_s=300), demo_steps=150,
-    demo_accuracy=0.3, demo_backend="ray", promised_tokens=48, end_s=3.0, more_environment={},
+    demo_accuracy=0.3, demo_backend="ray", weights=(500_000_000, 7), promised_tokens=48, end_s=3.0, environment={},
 )  # fmt: skip
 QUICK = Sizes(
-    num_prompts=8,
-    num_new=8,
-    plan=Plan(warmup_steps=1, num_rounds=1, steps_per_turn=1),
-    warms_each_case=False,
-    num_looks=1,
-    demo=Plan(warmup_steps=1, num_rounds=1, steps_per_turn=2),
-    demo_steps=4,
-    demo_accuracy=0.0,
+    num_prompts=8, num_new=8, num_looks=1, plan=Plan(warmup_steps=1, num_rounds=1, steps_per_turn=1),
+    demo=Plan(warmup_steps=1, num_rounds=1, steps_per_turn=2), demo_steps=4, demo_accuracy=0.0,
     demo_backend="local",  # starting Ray twice takes too long for a quick run
-    promised_tokens=16,
-    end_s=0.3,
+    weights=(20_000_000, 2), promised_tokens=16, end_s=0.3,
     # They get ready all at once: threads that spin while they wait for each other would take the cores from the others.
-    more_environment={"OMP_WAIT_POLICY": "passive"},
-)
+    environment={"OMP_WAIT_POLICY": "passive"},
+)  # fmt: skip
 
 
 def run(options: Options) -> Outcome:
@@ -92,94 +90,76 @@ def run(options: Options) -> Outcome:
         promised = [name for name in PROMISES if options.wants(name)]
         parts: list[Callable[[], Outcome]] = []
         parts += [partial(demo, sizes, folder)] if options.wants(DEMO) else []
-        parts += [partial(weights, options)] if options.wants(WEIGHTS) else []
+        parts += [partial(weights, *sizes.weights)] if options.wants("weights") else []
         parts += [partial(promises, promised, sizes, folder)] if promised else []
         outcomes: list[Outcome] = []
         if wanted or checks:
-            models = {DENSE: str(folder / DENSE), MOE: str(folder / MOE)}
+            models = {model: str(folder / model) for model in (DENSE, MOE)}
             job = Job(models, wanted or cases, threads, VOCABULARY, options.quick)
             outcomes.append(contest(job, commands if wanted else {}, checks, list(wanted), sizes, folder))
         with ThreadPoolExecutor(3 if options.quick else 1) as pool:
             outcomes += pool.map(lambda part: part(), parts)
-        for found in outcomes:
-            rows += found.rows
-            where |= found.environment
+    for found in outcomes:
+        rows += found.rows
+        where |= found.environment
     return Outcome(rows, where)
 
 
 def peer_commands(asked: str | None) -> tuple[dict[str, list[str]], list[str]]:
     """Return the peers' programs, and the peers that are not installed and left out. One asked for must be."""
-    if asked == "none":
-        return {}, []
-    if asked is not None and asked not in PEERS:
-        raise UsageError(f"peer {asked!r} is not known here; known: {', '.join(PEERS)}, none.")
     commands, missing = {}, []
-    for name in PEERS if asked is None else [asked]:
-        if name not in IN_ENVIRONMENTS_OF_THEIR_OWN:
-            commands[name] = [sys.executable, "-m", "bench.peers.hf_rollout"]
-            continue
+    for name in asked_peers(asked, PEERS):
         try:
-            commands[name] = [Peer(name).python, "-m", f"bench.peers.{name}_rollout"]
+            python = sys.executable if name in (GENERATE, CONTINUOUS) else Peer(name).python
         except UsageError as error:
             if asked is not None:
                 raise
             print(f"left out: {error}", file=sys.stderr, flush=True)
             missing.append(name)
+            continue
+        module = "hf_rollout" if name in (GENERATE, CONTINUOUS) else f"{name}_rollout"
+        commands[name] = [*(vllm_settings(python) if name == VLLM else []), python, "-m", f"bench.peers.{module}"]
     return commands, missing
 
 
-def environment_of(name: str, command: Sequence[str]) -> dict[str, str]:
-    env = cpu_environment(os.cpu_count() or 1)
-    if name == VLLM:
-        # As its manual asks for; and in one process with all cores, where it would keep one for its second process.
-        runtime = Path(command[0]).parent.parent / "lib" / "libiomp5.so"
-        env |= {"LD_PRELOAD": str(runtime)} if runtime.exists() else {}
-        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    return env
+def vllm_settings(python: str) -> list[str]:
+    """Return what its manual asks for; and it runs in one process with all cores, where it would keep one for its
+    second process."""
+    runtime = Path(python).parent.parent / "lib" / "libiomp5.so"
+    preload = [f"LD_PRELOAD={runtime}"] if runtime.exists() else []
+    one_process = ["VLLM_ENABLE_V1_MULTIPROCESSING=0", "VLLM_CPU_OMP_THREADS_BIND=nobind"]
+    return ["env", *preload, *one_process, "VLLM_CPU_KVCACHE_SPACE=1", "VLLM_NO_USAGE_STATS=1"]
 
 
 # The contest, and what is checked of ours alone
 
 
 def contest(
-    job: Job, commands: Mapping[str, list[str]], checks: Sequence[str], cases: Sequence[str], sizes: Sizes, folder: Path
+    job: Job, peers: Mapping[str, list[str]], checks: Sequence[str], cases: Sequence[str], sizes: Sizes, folder: Path
 ) -> Outcome:
-    for model, path in job.models_used().items():
-        write_model(Path(path), mixture_of_experts=model == MOE)
-    job.write(folder / "job.json")
+    for model in job.models_used():
+        write_model(Path(job.models[model]), mixture_of_experts=model == MOE)
     plan = sizes.plan
+    programs = {OURS: [sys.executable, "-m", "bench.rollout_ours"], **peers}
+    commands = {name: [*program, job.dump(), name] for name, program in programs.items()}
     rows: list[Row] = []
     others: dict[str, float] = {}
-    with ExitStack() as stack:
-        everyone = []
-        for name, command in {OURS: [sys.executable, "-m", "bench.rollout_ours"], **commands}.items():
-            program = [*command, str(folder / "job.json"), name]
-            env = {**environment_of(name, command), **sizes.more_environment}
-            everyone.append(stack.enter_context(Contestant(name, program, folder, env, end_s=sizes.end_s)))
+    with opened(commands, folder, {**cpu_environment(job.threads), **sizes.environment}, sizes.end_s) as everyone:
         ours = everyone[0]
-        versions = {OURS: ours.ready(plan.start_s)}
+        ours.ready(plan.start_s)
         found = {check: ours.go(1, plan.turn_s, check)[0].amount for check in checks}  # while the others get ready
-        versions |= {one.name: one.ready(plan.start_s) for one in everyone[1:]}
-        warm: set[str] = set()
+        versions = {one.name: one.ready(plan.start_s) for one in everyone}
         for case in cases:
             print(f"{case}:", file=sys.stderr, flush=True)
-            is_warm = job.cases[case].model in warm and not sizes.warms_each_case
-            tallies = take_turns(everyone, replace(plan, warmup_steps=0) if is_warm else plan, case)
-            warm.add(job.cases[case].model)
+            tallies = alternate(everyone, plan, case)
             looks = Tally(ours.go(sizes.num_looks, plan.turn_s, f"matrix rate, {case}"))
-            rows += [*rate_rows(case, tallies), Row(case, SHARE, looks.rate)]
-            others[case] = _share_of_others(tallies)
-        rows += [check_row(check, value) for check, value in found.items()]
-        for one in everyone:
-            one.dismiss()
+            rows += [*rate_rows(case, tallies), Row(case, "share of the matrix rate", looks.rate)]
+            others[case] = round(tallies[OURS].others_share, 3)
+    if LOG_PROBS in found:
+        rows.append(Row(LOG_PROBS, "largest difference to a full forward pass", found[LOG_PROBS], better="lower"))
+    if GREEDY in found:
+        rows.append(Row(GREEDY, "families with the tokens of generate", found[GREEDY]))
     return Outcome(rows, {"versions": versions, "cpu_share_of_others": others})
-
-
-def check_row(check: str, value: float) -> Row:
-    if check == LOG_PROBS:
-        return Row(LOG_PROBS, DIFFERENCE, value, better="lower")
-    return Row(GREEDY, "families with the tokens of generate", value)
 
 
 # The demonstration's training
@@ -188,17 +168,19 @@ def check_row(check: str, value: float) -> Row:
 def demo(sizes: Sizes, folder: Path) -> Outcome:
     """Measure each engine's speed, and its accuracy on held-out problems when it has trained to the end."""
     write_demo(folder, sizes.demo_accuracy)
-    program = [sys.executable, "-m", "bench.contestants.practicum_grpo", "demo"]
-    commands = {
-        engine: [*program, engine, str(folder), sizes.demo_backend, str(sizes.demo_steps)]
-        for engine in ("native", "hf")
-    }
-    with opened(commands, folder, sizes.more_environment, sizes.end_s) as contestants:
-        for one in contestants:
-            one.ready(sizes.demo.start_s)
-        tallies = take_turns(contestants, sizes.demo)
+    program = [sys.executable, "-m", "bench.contestants.practicum_grpo", "demo", str(folder)]
+    alike = [
+        f"controller.backend={sizes.demo_backend}", f"trainer.steps={sizes.demo_steps}",
+        "trainer.checkpoint_every=0", "validation.every=0",  # nothing but training steps until the last
+        "actor.router_replay.mode=disabled",  # not every engine keeps routes, and both are to do the same
+    ]  # fmt: skip
+    own = {engine: [f"rollout.engine={engine}", f"trainer.run_dir={folder / engine}"] for engine in ("native", "hf")}
+    commands = {engine: [*program, *alike, *overrides] for engine, overrides in own.items()}
+    with opened(commands, folder, sizes.environment, sizes.end_s) as contestants:
+        tallies = alternate(contestants, sizes.demo)
         accuracy = {one.name: one.go(1, sizes.demo.turn_s, "accuracy")[0].amount for one in contestants}
-    return Outcome(demo_rows(tallies, accuracy), {"demo_cpu_share_of_others": _share_of_others(tallies)})
+    share = round(tallies["native"].others_share, 3)
+    return Outcome(demo_rows(tallies, accuracy), {"demo_cpu_share_of_others": share})
 
 
 def demo_rows(tallies: Mapping[str, Tally], accuracy: Mapping[str, float]) -> list[Row]:
@@ -212,47 +194,94 @@ def demo_rows(tallies: Mapping[str, Tally], accuracy: Mapping[str, float]) -> li
     ]
 
 
+# A version of the weights, from a trainer's process into an engine's
+#
+# The clock runs from the order to send until the last tensor is copied into the engine's own memory. CPU time is that
+# of both processes together. Channels and memcpy take turns, so that all see the same machine.
+
+CHANNELS = ("shm", "collective", "disk")
+MEMCPY = "memcpy"
+NUM_TENSORS = 100
+PATIENCE_S = 120.0
+
+
+def weights(num_bytes: int, num_rounds: int) -> Outcome:
+    # CPU times of processes come in hundredths of a second: their mean says more than their median.
+    times = {name: (median(s), fmean(cpu_s)) for name, (s, cpu_s) in measured(num_bytes, num_rounds).items()}
+    case = f"weights, {num_bytes // 1_000_000} MB of float32"
+    memcpy_s, memcpy_cpu_s = times[MEMCPY]
+    rows = []
+    for channel in CHANNELS:
+        seconds, cpu_s = times[channel]
+        rows.append(Row(case, f"GB/s by {channel}", num_bytes / 1e9 / seconds, num_bytes / 1e9 / memcpy_s, MEMCPY))
+        rows.append(Row(case, f"CPU s by {channel}", cpu_s, memcpy_cpu_s, MEMCPY, better="lower"))
+    return Outcome(rows)
+
+
+def measured(num_bytes: int, num_rounds: int) -> dict[str, tuple[list[float], list[float]]]:
+    """Return seconds and CPU seconds of each round, by channel."""
+    torch.set_num_threads(1)
+    tensors = made_tensors(num_bytes)
+    engine = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in (MEMCPY, *CHANNELS)}
+
+    def copy(received: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in received:
+            engine[name].copy_(tensor)
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-weights-"))
+        settings = {name: ChannelSettings(PATIENCE_S, folder=f"{folder}/{name}") for name in CHANNELS}
+        trainers = {name: stack.enter_context(TrainerProcess(name, own)) for name, own in settings.items()}
+        receiver = WeightReceiver(PATIENCE_S)
+        for version in range(num_rounds + 1):  # the first is for warming up
+            for name, (seconds, cpu_s) in times.items():
+                trainer = trainers.get(name)
+                began, cpu_began = time.perf_counter(), used_s(trainer)
+                if trainer is None:
+                    copy(tensors.items())
+                else:
+                    update, sending = trainer.pass_on(receiver, version, tensors_of, num_bytes)
+                    copy(update.tensors)
+                    sending.result(PATIENCE_S)
+                if version:
+                    seconds.append(time.perf_counter() - began)
+                    cpu_s.append(used_s(trainer) - cpu_began)
+    return times
+
+
+@cache
+def made_tensors(num_bytes: int) -> dict[str, Tensor]:
+    return {f"layers.{index}.weight": torch.randn(num_bytes // 4 // NUM_TENSORS) for index in range(NUM_TENSORS)}
+
+
+def tensors_of(num_bytes: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield those of a trainer, which are made for the first version only."""
+    yield from made_tensors(num_bytes).items()
+
+
+def used_s(trainer: TrainerProcess | None) -> float:
+    """Return the CPU seconds of this process and the trainer's so far."""
+    theirs = 0.0 if trainer is None else sum(psutil.Process(trainer.process.pid).cpu_times()[:2])
+    return time.process_time() + theirs
+
+
 # What is promised
 
 
-def weights(options: Options) -> Outcome:
-    from bench import rollout_weights  # brings torch, which other benchmarks can do without
-
-    return Outcome(rollout_weights.rows(options))
-
-
 def promises(names: Sequence[str], sizes: Sizes, folder: Path) -> Outcome:
-    words = ["promises", str(folder), str(sizes.promised_tokens), str(NUM_TURNS)]
-    program = [sys.executable, "-m", "bench.rollout_ours", *words]
-    with Contestant("promises", program, folder, sizes.more_environment, end_s=sizes.end_s) as one:
+    words = [str(folder), str(sizes.promised_tokens), str(NUM_TURNS)]
+    commands = {"promises": [sys.executable, "-m", "bench.rollout_promises", *words]}
+    with opened(commands, folder, sizes.environment, sizes.end_s) as (one,):
         one.ready(sizes.plan.start_s)
         counts = {name: one.go(1, sizes.plan.turn_s, name)[0].parts for name in names}
-    return Outcome([row for name in names for row in PROMISES[name](counts[name])])
+    return Outcome([row for name in names for row in promise_rows(name, counts[name])])
 
 
-def replica_rows(counts: Mapping[str, float]) -> list[Row]:
-    return [
-        Row(REPLICAS, "of 256 answers, missing after a kill", counts["missing"], better="lower"),
-        Row(REPLICAS, "come twice after a kill", counts["twice"], better="lower"),
-        Row(REPLICAS, "other than without a kill", counts["other"], better="lower"),
-        Row(REPLICAS, "s with a kill", counts["killed_s"], counts["undisturbed_s"], "without", better="lower"),
-        Row(REPLICAS, "of 256 answers, mixed versions in an update under load", counts["mixed"], better="lower"),
-        Row(REPLICAS, "by the old weights", counts["by_old"]),
-        Row(REPLICAS, "by the new weights", counts["by_new"]),
-    ]
-
-
-def conversation_rows(counts: Mapping[str, float]) -> list[Row]:
-    return [
-        Row(CONVERSATION, "turns with a tool", counts["turns"]),
-        Row(CONVERSATION, "tokens other for the trainer than for the engine", counts["other"], better="lower"),
-        Row(CONVERSATION, DIFFERENCE, counts["difference"], better="lower"),
-        Row(CONVERSATION, "tokens less, had its text been tokenised again", counts["drift"]),
-    ]
-
-
-PROMISES = {CONVERSATION: conversation_rows, REPLICAS: replica_rows}  # whose contestant ends with the replicas
-
-
-def _share_of_others(tallies: Mapping[str, Tally]) -> float:
-    return round(max(tally.others_share for tally in tallies.values()), 3)
+def promise_rows(case: str, counts: Mapping[str, float]) -> list[Row]:
+    rows = []
+    for metric, value in counts.items():
+        peer, name = (counts[WITHOUT], WITHOUT) if metric == "s with a kill" else (None, None)
+        if metric != WITHOUT:
+            rows.append(Row(case, metric, value, peer, name, "higher" if metric in HIGHER else "lower"))
+    return rows

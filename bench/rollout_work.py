@@ -5,16 +5,17 @@ Imported in the environments of all peers, so it needs nothing but the standard 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-from bench.contestant import JobFile, Line, step
+from bench.contestant import Argument, Line, step
 
 DENSE, MOE = "dense", "moe"
 FIRST_WORD = 2  # the tokens before it are special
@@ -46,9 +47,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Job(JobFile):
-    """All a contestant needs to know."""
-
+class Job(Argument):
     models: Mapping[str, str]  # DENSE, MOE -> folder
     cases: Mapping[str, Case]
     threads: int
@@ -56,13 +55,14 @@ class Job(JobFile):
     quick: bool = False
 
     @classmethod
-    def read(cls, path: str | Path) -> Self:
-        fields = json.loads(Path(path).read_text())
+    def parse(cls, text: str) -> Self:
+        fields = json.loads(text)
         return cls(**{**fields, "cases": {name: Case(**case) for name, case in fields["cases"].items()}})
 
-    def models_used(self) -> dict[str, str]:
-        used = {case.model for case in self.cases.values()}
-        return {name: folder for name, folder in self.models.items() if name in used}
+    def models_used(self) -> list[str]:
+        """Return a mixture of experts first: vLLM makes its groups of processes with the first model, and only such a
+        one has all of them."""
+        return sorted({case.model for case in self.cases.values()}, key=lambda name: name != MOE)
 
 
 def make_cases(num_prompts: int, num_new: int) -> dict[str, Case]:
@@ -86,45 +86,44 @@ def make_cases(num_prompts: int, num_new: int) -> dict[str, Case]:
 # What a contestant does
 
 Answer = tuple[Sequence[int], Sequence[float]]  # tokens and their log-probs
-
-
-class Writer(Protocol):
-    """One engine with one model."""
-
-    def write(self, case: Case, prompts: Prompts) -> Any:
-        """Write all answers with the log-probs of their tokens, in whatever form the engine has them. This is timed."""
-
-    def answers(self, case: Case, written: Any) -> list[Answer]:
-        """Return the same in plain form, in the order of `Case.lengths`."""
+Writer = Callable[[Case, Prompts], Callable[[], list[Answer]]]
+"""One engine with one model: writes all answers with the log-probs of their tokens, which is timed, and returns what
+tells them in plain form, in the order of `Case.lengths`."""
 
 
 def take_steps(
-    line: Line,
-    job: Job,
     packages: Iterable[str],
-    writers: Mapping[str, Writer],
-    others: Callable[[str], dict[str, Any]] | None = None,
+    make: Callable[[Job, str], Writer],
+    others: Callable[[Job, str], dict[str, Any]] | None = None,
 ) -> None:
-    """Be a contestant, once its models are loaded. `others` takes the steps whose name is not that of a case."""
-    seed = 0
+    """Be a contestant with the writers that `make` makes of a model. `others` takes the steps of no case."""
+    import torch  # all sides have it
+
+    line, job = Line(), Job.parse(sys.argv[1])
+    torch.set_num_threads(job.threads)
+    writers = {model: make(job, model) for model in job.models_used()}
+    seeds = itertools.count()
 
     def take_step(name: str) -> dict[str, Any]:
-        nonlocal seed
-        seed += 1
         if others is not None and name not in job.cases:
-            return others(name)
+            return others(job, name)
         case = job.cases[name]
-        return one_step(case, writers[case.model], case.prompts(seed, job.vocabulary))
+        return one_step(case, writers[case.model], case.prompts(next(seeds), job.vocabulary))
 
     line.serve(packages, take_step)
 
 
-def one_step(case: Case, writer: Writer, prompts: Prompts) -> dict[str, Any]:
+def one_step(case: Case, write: Writer, prompts: Prompts) -> dict[str, Any]:
     began = time.perf_counter()
-    written = writer.write(case, prompts)
+    written = write(case, prompts)
     seconds = time.perf_counter() - began
-    check(case, writer.answers(case, written))
+    check(case, written())
     return step(seconds, case.num_tokens)
+
+
+def cut(case: Case, tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> list[Answer]:
+    """Return the answers of engines that end all rows together."""
+    return [(tokens[i][:length], log_probs[i][:length]) for i, length in enumerate(case.lengths())]
 
 
 def check(case: Case, answers: Sequence[Answer]) -> None:

@@ -3,30 +3,27 @@
     alternate ─ go ─▶ ours ─ steps ─▶ alternate ─ go ─▶ peer ─ steps ─▶ alternate ...
 
 A contestant is a process that speaks JSON lines (see contestant.py). All are started and warmed up first; then they
-take turns of a few steps, one at a time, in swapped order each round, so that a noisy machine is noisy for both. A
-contestant whose turn it is not is frozen (SIGSTOP): the heartbeats of an idle cluster would cost the other side some
-percent.
+take turns, in swapped order each round, so that a noisy machine is noisy for both. A contestant whose turn it is not is
+frozen (SIGSTOP): the heartbeats of an idle cluster would cost the other side some percent.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import queue
 import random
+import select
 import signal
 import socket
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import psutil
 
@@ -40,29 +37,32 @@ _unused_ports = iter(random.sample(PORTS, len(PORTS)))
 
 class Program:
     """A process and all below it, gone at the end of its `with` block. `env` is added to ours; what it writes goes to
-    a log in `log_dir`. If the driver itself is killed, a shell sends `last_signal` to the process."""
+    a log in `log_dir`. It has `end_s` to end politely. If the driver itself is killed, a shell kills the process."""
 
-    last_signal = "KILL"
-    streams: Mapping[str, Any] = MappingProxyType({"stdin": subprocess.DEVNULL})  # and standard output to the log
+    talks = False  # by lines on standard input and output; the shell then wakes it, and it ends since nobody talks
+    end_s = 1.0
 
     def __init__(
-        self, name: str, command: Sequence[str], log_dir: Path, env: Mapping[str, str] | None = None, end_s: float = 1.0
-    ) -> None:
+        self, name: str, command: Sequence[str], log_dir: Path, env: Mapping[str, str] | None = None,
+        end_s: float | None = None,
+    ) -> None:  # fmt: skip
         self.name = name
+        self.end_s = self.end_s if end_s is None else end_s
         self._command = list(command)
         self._log = log_dir / f"{name}.log"
         self._env = {**os.environ, **(env or {})}
-        self._end_s = end_s
         self._seen: set[psutil.Process] = set()
 
     def __enter__(self) -> Self:
-        watch = f'while read -r line; do pids=$line; done; [ -z "$pids" ] || kill -{self.last_signal} $pids'
+        last = "CONT" if self.talks else "KILL"
+        watch = f'while read -r line; do pids=$line; done; [ -z "$pids" ] || kill -{last} $pids'
         self._watcher = subprocess.Popen(["sh", "-c", watch], stdin=subprocess.PIPE, text=True, start_new_session=True)
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._end(has_failed=kind is not None)
+        self._kill_all()
         self._tell_watcher("")
         self._watcher.communicate(timeout=5)
 
@@ -72,22 +72,15 @@ class Program:
 
     def start(self) -> None:
         with self._log.open("a") as log:
-            streams = {"stdout": log, **self.streams}
             # In a session of its own: a Ctrl-C reaches the driver alone, which then ends everyone in order.
+            stdin, stdout = (subprocess.PIPE, subprocess.PIPE) if self.talks else (subprocess.DEVNULL, log)
             self._process = subprocess.Popen(
-                self._command, cwd=ROOT, env=self._env, stderr=log, text=True, start_new_session=True, **streams
-            )
+                self._command, cwd=ROOT, env=self._env, text=True, start_new_session=True,
+                stdin=stdin, stdout=stdout, stderr=log,
+            )  # fmt: skip
         self._root = psutil.Process(self._process.pid)
-        if self.last_signal == "KILL":
+        if not self.talks:
             self._tell_watcher(str(self._process.pid))
-
-    def stop(self) -> None:
-        """End it politely if it listens, and whatever is left of its tree for good."""
-        self._tree()
-        with suppress(psutil.NoSuchProcess):
-            self._root.terminate()
-        psutil.wait_procs(self._seen, timeout=self._end_s)
-        self._kill_all()
 
     def kill(self) -> None:
         """Kill without warning, as an out-of-memory killer would. For programs of one process."""
@@ -106,19 +99,11 @@ class Program:
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of the process and all below it. Children that ended count with their parents."""
-        total = 0.0
-        for process in self._tree():
-            with suppress(psutil.NoSuchProcess):
-                total += sum(process.cpu_times()[:4])  # user, system, and both again for ended children
-        return total
+        return self._total(lambda process: sum(process.cpu_times()[:4]))  # user, system, both again for ended children
 
     def rss(self) -> int:
         """Return the bytes of memory that the process and all below it hold."""
-        total = 0
-        for process in self._tree():
-            with suppress(psutil.NoSuchProcess):
-                total += process.memory_info().rss
-        return total
+        return int(self._total(lambda process: process.memory_info().rss))
 
     def failure(self, what: str) -> ContestantError:
         code = self._process.poll()
@@ -130,6 +115,25 @@ class Program:
         said = "\n".join(["; the end of its log:", *tail]) if tail else "; it wrote nothing."
         return ContestantError(f"contestant {self.name!r} {what}{state}{said}")
 
+    def _end(self, has_failed: bool) -> None:
+        self._tree()
+        with suppress(psutil.NoSuchProcess):
+            self._root.terminate()
+        psutil.wait_procs(self._seen, timeout=self.end_s)
+
+    def _kill_all(self) -> None:
+        survivors = [process for process in self._seen if process.is_running()]
+        _send(signal.SIGKILL, survivors)
+        psutil.wait_procs(survivors, timeout=5)
+        self._process.wait(5)
+
+    def _total(self, read: Callable[[psutil.Process], float]) -> float:
+        total = 0.0
+        for process in self._tree():
+            with suppress(psutil.NoSuchProcess):
+                total += read(process)
+        return total
+
     def _tree(self) -> list[psutil.Process]:
         """Return the living; remember all ever seen, since orphans can no longer be found through their parents."""
         try:
@@ -138,12 +142,6 @@ class Program:
             tree = []
         self._seen.update(tree)
         return tree
-
-    def _kill_all(self) -> None:
-        survivors = [process for process in self._seen if process.is_running()]
-        _send(signal.SIGKILL, survivors)
-        psutil.wait_procs(survivors, timeout=5)
-        self._process.wait(5)
 
     def _tell_watcher(self, pids: str) -> None:
         assert self._watcher.stdin is not None
@@ -224,39 +222,17 @@ class Tally:
 
 
 class Contestant(Program):
-    """A process that takes steps when asked to, frozen after each turn. If the driver is killed, it is woken, finds its
-    input closed and ends."""
+    """A process that takes steps when asked to, frozen after each turn."""
 
-    last_signal = "CONT"
-    streams: Mapping[str, Any] = MappingProxyType({"stdin": subprocess.PIPE, "stdout": subprocess.PIPE})
-
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        log_dir: Path,
-        env: Mapping[str, str] | None = None,
-        end_s: float = 20.0,
-    ) -> None:
-        super().__init__(name, command, log_dir, env, end_s)
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-
-    def start(self) -> None:
-        super().start()
-        threading.Thread(target=self._read, daemon=True, name=f"read-{self.name}").start()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.dismiss()
-        try:
-            self._process.wait(self._end_s if kind is None else 0.3)  # after a failure there is nothing to wait for
-        except subprocess.TimeoutExpired:
-            self._tree()
-        self._kill_all()
-        self._watcher.communicate(timeout=5)
+    talks = True
+    end_s = 20.0
+    _versions: dict[str, str] | None = None
 
     def ready(self, deadline_s: float) -> dict[str, str]:
-        """Wait until it is set up; return its versions."""
-        return dict(self._answer("ready", time.monotonic() + deadline_s))
+        """Wait until it is set up, the first time; return its versions."""
+        if self._versions is None:
+            self._versions = dict(self._answer("ready", time.monotonic() + deadline_s))
+        return self._versions
 
     def go(self, num_steps: int, deadline_s: float, case: str | None = None) -> list[Step]:
         """Have it take steps, of one case where it has several."""
@@ -283,27 +259,48 @@ class Contestant(Program):
         with suppress(BrokenPipeError):  # it died with a message of ours unread
             self._process.stdin.close()
 
+    def _end(self, has_failed: bool) -> None:
+        self.dismiss()
+        try:
+            self._process.wait(0.3 if has_failed else self.end_s)  # after a failure there is nothing to wait for
+        except subprocess.TimeoutExpired:
+            self._tree()
+
     def _wake(self) -> None:
         _send(signal.SIGCONT, self._tree())
         self._tell_watcher("")
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put(None)
-
     def _answer(self, key: str, deadline: float) -> Any:
-        try:
-            line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            raise self.failure(f"passed its deadline and has not sent {key!r}") from None
-        if line is None:
+        stdout = self._process.stdout
+        assert stdout is not None
+        if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise self.failure(f"passed its deadline and has not sent {key!r}")
+        line = stdout.readline()
+        if not line:
             raise self.failure("has ended")
         try:
             return json.loads(line)[key]
         except (ValueError, KeyError, TypeError):
             raise self.failure(f"sent {line.strip()[:200]!r} where {key!r} was due") from None
+
+
+@contextmanager
+def opened(
+    commands: Mapping[str, Sequence[str]], folder: Path, env: Mapping[str, str] | None = None, end_s: float = 20.0
+) -> Iterator[list[Contestant]]:
+    """Start contestants of these names. They are dismissed together at the end of the `with` block."""
+    with ExitStack() as stack:
+        everyone = [stack.enter_context(Contestant(name, it, folder, env, end_s)) for name, it in commands.items()]
+        yield everyone
+        for contestant in everyone:
+            contestant.dismiss()
+
+
+def cpu_environment(threads: int) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+# Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,44 +322,14 @@ class Plan:
     turn_s: float = 300.0
 
 
-class Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-One = TypeVar("One", bound=Named)
+One = TypeVar("One", bound=Any)  # of several contestants with a `name`
 Round = dict[str, Tally]  # a turn of each contestant
 
 
-def alternate(contestants: Sequence[Contestant], plan: Plan) -> dict[str, Tally]:
-    """Let started contestants take turns; return their tallies by name. The steps of the warm-up are not in them."""
+def alternate(contestants: Sequence[Contestant], plan: Plan, case: str | None = None) -> dict[str, Tally]:
+    """Let contestants take turns, at one case where they have several; return their tallies by name. The steps of the
+    warm-up are not in them."""
     versions = {contestant.name: contestant.ready(plan.start_s) for contestant in contestants}
-    tallies = take_turns(contestants, plan)
-    for contestant in contestants:
-        contestant.dismiss()  # all now, so that they take their time to end together
-    for name, tally in tallies.items():
-        tally.versions = versions[name]
-    return tallies
-
-
-@contextmanager
-def opened(
-    commands: Mapping[str, Sequence[str]], folder: Path, env: Mapping[str, str] | None = None, end_s: float = 20.0
-) -> Iterator[list[Contestant]]:
-    """Start contestants of these names. They are dismissed together at the end of the `with` block."""
-    with ExitStack() as stack:
-        everyone = [stack.enter_context(Contestant(name, it, folder, env, end_s)) for name, it in commands.items()]
-        yield everyone
-        for contestant in everyone:
-            contestant.dismiss()
-
-
-def cpu_environment(threads: int) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
-def take_turns(contestants: Sequence[Contestant], plan: Plan, case: str | None = None) -> dict[str, Tally]:
-    """Let contestants that are ready take turns, at one case where they have several; they stay ready."""
     for contestant in contestants if plan.warmup_steps else ():
         contestant.go(plan.warmup_steps, plan.start_s, case)
 
@@ -374,11 +341,12 @@ def take_turns(contestants: Sequence[Contestant], plan: Plan, case: str | None =
         return Tally(steps, cpu_s, watch.others_share(cpu_s))
 
     kept = take_rounds(contestants, plan, turn)
-    return {one.name: total([turns[one.name] for turns in kept], others_share(kept)) for one in contestants}
-
-
-def total(turns: Sequence[Tally], others: float) -> Tally:
-    return Tally([step for turn in turns for step in turn.steps], sum(turn.cpu_s for turn in turns), others)
+    tallies = {}
+    for name, own in versions.items():
+        turns = [one[name] for one in kept]
+        steps = [step for turn in turns for step in turn.steps]
+        tallies[name] = Tally(steps, sum(turn.cpu_s for turn in turns), others_share(kept), own)
+    return tallies
 
 
 def take_rounds(contestants: Sequence[One], plan: Plan, turn: Callable[[One], Tally]) -> list[Round]:
@@ -408,28 +376,29 @@ class Watch:
     """How busy the whole machine is from now on, to `stop`."""
 
     def __init__(self) -> None:
-        self._busy_s, self.seconds = busy_s(), -time.monotonic()
+        self._busy_s, self._seconds = _busy_s(), -time.monotonic()
 
     def stop(self) -> None:
-        self.seconds += time.monotonic()
-        self._busy_s = busy_s() - self._busy_s
+        self._seconds += time.monotonic()
+        self._busy_s = _busy_s() - self._busy_s
 
     def others_share(self, own_cpu_s: float) -> float:
-        return max(0.0, self._busy_s - own_cpu_s) / (self.seconds * (os.cpu_count() or 1))
+        return max(0.0, self._busy_s - own_cpu_s) / (self._seconds * (os.cpu_count() or 1))
+
+
+def _busy_s() -> float:
+    """Return the CPU seconds used by everything on this machine so far."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))
 
 
 def wait_for_quiet(share: float, patience_s: float) -> float:
     """Wait, with all contestants idle, until the machine was quiet for a second; return how long that took."""
     start = time.monotonic()
     while time.monotonic() - start < patience_s:
-        before = busy_s()
+        watch = Watch()
         time.sleep(1.0)
-        if busy_s() - before <= share * (os.cpu_count() or 1):
+        watch.stop()
+        if watch.others_share(own_cpu_s=0.0) <= share:
             break
     return time.monotonic() - start
-
-
-def busy_s() -> float:
-    """Return the CPU seconds used by everything on this machine so far."""
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))

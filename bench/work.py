@@ -1,4 +1,4 @@
-"""Prompt groups to be answered, engines that answer them, and samples to be learnt from, all of random tokens."""
+"""What several benchmarks give to engines and learners: prompt groups, samples of random tokens, and actors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from practicum.controller import RayClassWithInitArgs, WorkerGroup, open_controller
+from practicum.data import plan_micro_batches
+from practicum.replay import ReplaySettings
 from practicum.rollout.base import BaseRollout
 from practicum.rollout.engines import EngineSettings, make_engine
+from practicum.train import ActorSettings, ActorWorker, MiniBatch, totals_of
 from practicum.types import Prompt, PromptGroup, Sample, SamplingParams
-from practicum.weights import WeightUpdate
+from tests.samples import make_sample
 
-PROMPT_TEXT = "a made-up prompt"
+# What engines write
 
 
 def group_of(number: int, ids: Iterable[int] | NDArray[np.int32], params: SamplingParams, seed: int) -> PromptGroup:
-    return PromptGroup(f"1/{number}", Prompt(str(number), text=PROMPT_TEXT), np.array(ids, np.int32), params, seed)
+    return PromptGroup(f"1/{number}", Prompt(str(number), text="made up"), np.array(ids, np.int32), params, seed)
 
 
 def groups_of(
@@ -33,14 +37,10 @@ def groups_of(
 
 
 @contextmanager
-def native_engine(
-    model: Path | str, *, device: str = "cpu", weights: WeightUpdate | None = None, **options: Any
-) -> Iterator[BaseRollout]:
-    """Yield the native engine, awake, with these weights instead of the model's if they are given."""
+def native_engine(model: Path | str, *, device: str = "cpu", **options: Any) -> Iterator[BaseRollout]:
+    """Yield the native engine, awake."""
     engine = make_engine(EngineSettings("native", str(model), device=device, **options))
     try:
-        if weights is not None:
-            asyncio.run(engine.update_weights(weights))
         asyncio.run(engine.resume())
         yield engine
     finally:
@@ -51,23 +51,17 @@ def written(engine: BaseRollout, groups: Sequence[PromptGroup]) -> list[Sample]:
     return [sample for group in engine.generate_all(groups) for sample in group.samples]
 
 
-def made_samples(lengths: Sequence[tuple[int, int]], vocabulary: int, seed: int = 0) -> list[Sample]:
-    """Return samples of random tokens, with so many in prompt and answer."""
-    random = np.random.default_rng(seed)
-    return [
-        Sample(
-            prompt=Prompt(str(index), text=PROMPT_TEXT),
-            prompt_ids=random.integers(2, vocabulary, prompt).astype(np.int32),
-            token_ids=random.integers(2, vocabulary, answer).astype(np.int32),
-            log_probs=-random.random(answer).astype(np.float32),
-            loss_mask=np.ones(answer, np.bool_),
-            versions=np.zeros(answer, np.int32),
-            text="",
-            finish_reason="length",
-            id=f"1/{index}/0",
-        )
-        for index, (prompt, answer) in enumerate(lengths)
-    ]
+# What actors learn from
+
+
+def made_samples(lengths: Sequence[tuple[int, int]], vocabulary: int = 16) -> list[Sample]:
+    """Return samples of random tokens to learn from, with so many in prompt and answer."""
+    random = np.random.default_rng(0)
+    samples = [make_sample(*num_tokens) for num_tokens in lengths]
+    for sample in samples:
+        ids = (random.integers(2, vocabulary, len(own)) for own in (sample.prompt_ids, sample.token_ids))
+        sample.prompt_ids, sample.token_ids = (own.astype(np.int32) for own in ids)
+    return to_learn_from(samples)
 
 
 def to_learn_from(samples: Sequence[Sample], step: int = 1) -> list[Sample]:
@@ -76,3 +70,37 @@ def to_learn_from(samples: Sequence[Sample], step: int = 1) -> list[Sample]:
         sample.id = f"{step}/{index}/0"
         sample.advantages = np.full(len(sample.token_ids), 1.0 if index % 2 else -1.0, np.float32)
     return list(samples)
+
+
+def mini_batches(samples: Sequence[Sample], num_ranks: int, num_parts: int, budget: int) -> list[list[MiniBatch]]:
+    """Return mini-batches by rank, as the training loop deals them out."""
+    ranks: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
+    for part in range(num_parts):
+        members = samples[part::num_parts]
+        totals = totals_of(members, max_tokens=max(len(sample.token_ids) for sample in members))
+        plan = plan_micro_batches([sample.num_tokens for sample in members], num_ranks, budget)
+        for rank, micros in enumerate(plan):
+            ranks[rank].append(MiniBatch([[members[i] for i in micro] for micro in micros], totals))
+    return ranks
+
+
+def replay_settings(mode: str, folder: Path) -> ReplaySettings | None:
+    """Return the settings of a mode; R2 writes its record into the folder."""
+    if mode == "disabled":
+        return None
+    return ReplaySettings("R3") if mode == "R3" else ReplaySettings("R2", record_file=str(folder / "routes.rec"))
+
+
+@contextmanager
+def open_actors(model: Path, num_ranks: int = 1, **settings: Any) -> Iterator[WorkerGroup[ActorWorker]]:
+    """Open one rank in this process, several on Ray."""
+    fields: dict[str, Any] = {
+        "model_path": str(model), "device": "cpu", "compute_dtype": "float32", "threads": 1, "seed": 0, "lr": 1e-6,
+        "lr_schedule": "constant", "num_updates": 1_000_000, "num_warmup": 0, "weight_decay": 0.0,
+        "max_grad_norm": 1.0, "temperature": 1.0, "gradient_checkpointing": False, "collective_timeout_s": 120.0,
+    }  # fmt: skip
+    packed = RayClassWithInitArgs(ActorWorker, ActorSettings(**{**fields, **settings}))
+    with open_controller(
+        "local" if num_ranks == 1 else "ray", num_workers=num_ranks, use_gpu=False, max_colocate_count=1
+    ) as controller:
+        yield controller.group(packed, name="learner")

@@ -1,7 +1,7 @@
 """Ours in the `grpo` benchmark: the loop as a user would run it, on Ray, with default settings.
 
-`demo ENGINE FOLDER BACKEND STEPS` is the demonstration's training in the `rollout` benchmark instead. Asked for the
-case `accuracy`, it trains to the end and answers with what it then has on the held-out problems.
+`demo FOLDER OVERRIDE...` is the demonstration's training in the `rollout` benchmark instead. Asked for the case
+`accuracy`, it trains to the end and answers with what it then has on the held-out problems.
 """
 
 from __future__ import annotations
@@ -9,24 +9,22 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from statistics import fmean
+from typing import Any, cast
 
 from bench.contestant import Line, step
 from bench.grpo_work import Job, even_share
 
-if TYPE_CHECKING:
-    from practicum import Config, Sample
 
-
-def grade(sample: Sample) -> float:
+def grade(sample: Any) -> float:
     return even_share(sample.token_ids.tolist())
 
 
-def config_of(job: Job) -> Config:
+def config_of(job: Job, overrides: Sequence[str] = ()) -> Any:
     from practicum import Config
 
     tree: dict[str, Any] = {
@@ -42,76 +40,53 @@ def config_of(job: Job) -> Config:
         "trainer": {"steps": 1_000_000, "threads_per_worker": job.threads, "run_dir": job.run_dir,
                     "device": job.device},
     }  # fmt: skip
-    return Config.from_tree(tree, source="bench grpo")
+    return Config.from_tree(tree, overrides, source="the benchmark")
 
 
-def demo_config_of(engine: str, folder: str, backend: str, num_steps: str) -> Config:
-    from practicum.demo.run import demo_config
-
-    overrides = [
-        f"rollout.engine={engine}",
-        f"controller.backend={backend}",
-        f"trainer.run_dir={Path(folder) / engine}",
-        # Nothing but training steps until the last.
-        f"trainer.steps={num_steps}",
-        "trainer.checkpoint_every=0",
-        "validation.every=0",
-        "actor.router_replay.mode=disabled",  # not every engine keeps routes, and both are to do the same
-    ]
-    return demo_config(Path(folder), overrides)
-
-
-@contextmanager
-def idle_share() -> Iterator[dict[str, float]]:
-    """Measure how much of the time inside the block no kernel ran on the device, by what its driver says. Nothing
-    where there is no nvidia-ml-py."""
-    if find_spec("pynvml") is None:
-        yield {}
-        return
-    import pynvml
-
-    pynvml.nvmlInit()
-    device, ended = pynvml.nvmlDeviceGetHandleByIndex(0), threading.Event()
+def watch_device() -> list[float]:
+    """Return a list that grows 20 times a second by the share of time in which no kernel ran on the device, by what its
+    driver says. It stays empty where there is no nvidia-ml-py."""
     seen: list[float] = []
+    if find_spec("pynvml") is not None:
+        import pynvml  # type: ignore[import-not-found]
 
-    def look() -> None:
-        while not ended.wait(0.05):
-            seen.append(1 - pynvml.nvmlDeviceGetUtilizationRates(device).gpu / 100)
+        pynvml.nvmlInit()
+        device = pynvml.nvmlDeviceGetHandleByIndex(0)
 
-    thread = threading.Thread(target=look)
-    found: dict[str, float] = {}
-    thread.start()
-    try:
-        yield found
-    finally:
-        ended.set()
-        thread.join()
-        found["device_idle"] = sum(seen) / max(1, len(seen))
+        def look() -> None:
+            while True:
+                seen.append(1 - pynvml.nvmlDeviceGetUtilizationRates(device).gpu / 100)
+                time.sleep(0.05)
+
+        threading.Thread(target=look, daemon=True).start()
+    return seen
 
 
 def main() -> None:
     line = Line()
     from practicum import Trainer
+    from practicum.demo.run import demo_config
 
     is_demo = sys.argv[1] == "demo"
-    config = demo_config_of(*sys.argv[2:]) if is_demo else config_of(Job.read(sys.argv[1]))
+    config = demo_config(Path(sys.argv[2]), sys.argv[3:]) if is_demo else config_of(Job.parse(sys.argv[1]))
     answers_per_step = config.data.prompts_per_step * config.rollout.answers_per_prompt
+    idle = watch_device() if config.trainer.device == "cuda" else []
     with closing(cast(Generator[Any], Trainer(config).steps())) as reports:
 
         def take_step(case: str) -> dict[str, Any]:
             if case == "accuracy":
                 *_, last = reports
                 return step(1.0, last.metrics["validation/accuracy"])
-            start = time.perf_counter()
-            with idle_share() if config.trainer.device == "cuda" else nullcontext({}) as idle:
-                metrics = next(reports).metrics
+            start, seen = time.perf_counter(), len(idle)
+            metrics = next(reports).metrics
             seconds = time.perf_counter() - start
             parts = {
                 name.removeprefix("time/").removesuffix("_s"): value
                 for name, value in metrics.items()
                 if name.startswith("time/") and name not in ("time/step_s", "time/tokens_per_s")
             }
-            parts |= {name: share * seconds for name, share in idle.items()}
+            if idle[seen:]:
+                parts["device_idle"] = fmean(idle[seen:]) * seconds
             return step(seconds, round(metrics["rollout/answer_tokens"] * answers_per_step), **parts)
 
         line.serve(["practicum", "torch", "transformers", "ray"], take_step)

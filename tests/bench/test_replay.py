@@ -17,41 +17,43 @@ from torch.utils.checkpoint import CheckpointError
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks are not part of the installed package
 
 from bench import replay, replay_cost, replay_exact, replay_gpu
-from bench.harness import Options, Outcome, UsageError
-from bench.models import MIXTURES, VOCABULARY, Shape, save_family, write_model
-from bench.replay import Damage
-from bench.replay_cost import Side
-from bench.replay_exact import Learner, load_learner, moved_share, policy_loss
+from bench.harness import Options, Outcome, Row, UsageError
+from bench.models import VOCABULARY, write_enlarged, write_model
+from bench.replay_exact import FAMILIES, Learner, moved_share
 from bench.turns import Step, Tally
-from bench.work import made_samples, to_learn_from
+from bench.work import made_samples, mini_batches
+from practicum.models import count_weights, load_config
 from practicum.replay import RouteReplayer
 from practicum.types import RoutedExperts
+from tests.models import save_family
 
-CPU = torch.device("cpu")
+
+def by_metric(rows: list[Row]) -> dict[str, Row]:
+    return {row.metric: row for row in rows}
 
 
 # Exact
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_replay_is_exact(family: str, tmp_path: Path) -> None:
-    found = replay_exact.exactness(load_learner(save_family(family, tmp_path), CPU))
-    assert found.as_recorded == found.gates_with_gradient == 1.0
-    assert found.as_recorded_live < 0.9, "the weights were not changed enough to tell"
-    assert found.checkpointed < 1e-5
-    assert (found.packed is None) == (family == "gpt_oss")  # whose samples have rows of their own in training too
-    assert found.packed is None or found.packed < 1e-4
-    metrics = [row.metric for row in found.rows("exact")]
-    assert metrics[:2] == ["share of token-layers as recorded", "share of gates with a gradient"]
+    found = by_metric(replay_exact.exact_rows("exact", Learner(save_family(family, tmp_path))))
+    recorded = found["share of token-layers as recorded"]
+    assert recorded.ours == found["share of gates with a gradient"].ours == 1.0
+    assert recorded.peer is not None and recorded.peer < 0.9, "the weights were not changed enough to tell"
+    assert found["gradient difference, checkpointed"].ours < 1e-5
+    packed = found.get("gradient difference, packed")
+    assert (packed is None) == (family == "gpt_oss")  # whose samples have rows of their own in training too
+    assert packed is None or packed.ours < 1e-4
 
 
 def test_layers_are_recomputed_and_with_other_experts_that_would_be_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RouteReplayer, "checkpoint_contexts", lambda _: (nullcontext(), nullcontext()))
-    learner = load_learner(save_family("mixtral", tmp_path), CPU)
+    learner = Learner(save_family("mixtral", tmp_path))
     with pytest.raises(CheckpointError):
-        replay_exact.exactness(learner)
+        replay_exact.exact_rows("exact", learner)
 
 
 def test_a_token_sent_elsewhere_would_be_seen() -> None:
@@ -74,8 +76,8 @@ def test_two_ranks_are_compared_with_one(tmp_path: Path, ray_session: None) -> N
 
 
 def test_samples_are_dealt_out_once() -> None:
-    samples = to_learn_from(made_samples(replay_exact.LENGTHS, 16))
-    ranks = replay_exact.dealt(samples, num_ranks=2, num_parts=2, budget=40)
+    samples = made_samples(replay_exact.LENGTHS)
+    ranks = mini_batches(samples, num_ranks=2, num_parts=2, budget=40)
     ids = [sample.id for batches in ranks for batch in batches for micro in batch.micro_batches for sample in micro]
     assert sorted(ids) == sorted(sample.id for sample in samples)
     assert sum(batch.totals.num_tokens for batch in ranks[0]) == sum(answer for _, answer in replay_exact.LENGTHS)
@@ -85,28 +87,29 @@ def test_samples_are_dealt_out_once() -> None:
 
 
 def test_the_effect_of_every_mode_is_measured(tmp_path: Path) -> None:
-    shape = Shape(4, 64, 16, 16, 4, gates=0.1, experts=2.0, attention=2.0)
-    sizes = replay_exact.Sizes(8, (4, 12), 8)
-    found = replay_exact.measured(shape.save(tmp_path), shape, sizes, CPU)
-    assert found.moved["disabled"] > 0 and found.moved["R3"] == 0.0
-    assert found.moved["R2"] == found.moved["disabled"]  # its record is the trainer's own
-    assert found.kl["R3"] < found.kl["disabled"]
-    assert found.moved_after["R2"] == 0.0
-    assert found.kl_after.keys() == found.moved_after.keys() == {"disabled", "R2"}
-    assert [row.metric.partition(":")[0] for row in found.rows("effect")] == ["R2", "R3", "R2", "R3", "R2", "R2"]
-    assert {row.peer_name for row in found.rows("effect")} == {"disabled"}
+    shape = {"num_hidden_layers": 4, "hidden_size": 64, "moe_intermediate_size": 16, "num_experts": 16}
+    folder = write_enlarged(tmp_path, num_experts_per_tok=4, gates=0.1, experts=2.0, attention=2.0, **shape)
+    rows = replay_exact.effect_rows("effect", folder, num_samples=8, prompt_tokens=(4, 12), new_tokens=8)
+    found = by_metric(rows)
+    moved = "share sent elsewhere than in the rollout"
+    assert found[f"R3: {moved}"].peer > 0 and found[f"R3: {moved}"].ours == 0.0
+    assert found[f"R2: {moved}"].ours == found[f"R2: {moved}"].peer  # its record is the trainer's own
+    assert found["R3: KL(rollout | trainer)"].ratio > 1
+    assert found["R2: share sent elsewhere than in the old pass"].ours == 0.0
+    assert [row.metric.partition(":")[0] for row in rows] == ["R2", "R3", "R2", "R3", "R2", "R2"]
+    assert {row.peer_name for row in rows} == {"disabled"}
 
 
 def test_a_learner_changes_its_weights_by_what_it_has_learnt(tmp_path: Path) -> None:
-    learner: Learner = load_learner(save_family("qwen3_moe", tmp_path), CPU, torch.bfloat16)
-    before = {name: weight.clone() for name, weight in learner.weights()}
-    samples = to_learn_from(made_samples(replay_exact.LENGTHS, 16))
-    learner.forward(samples, backward=policy_loss(samples))
-    learner.step(torch.optim.AdamW([weight for _, weight in learner.weights()], lr=1e-3, weight_decay=0.0))
-    changes = [float((weight - before[name]).abs().max()) for name, weight in learner.weights()]
+    learner = Learner(save_family("qwen3_moe", tmp_path), dtype=torch.bfloat16)
+    before = {name: weight.clone() for name, weight in learner.weights.items()}
+    samples = made_samples(replay_exact.LENGTHS)
+    gradients = learner.backward(samples, learner.forward(samples, learns=True)[0])
+    learner.update(gradients, lr=1e-3, weight_decay=0.0)
+    changes = [float((weight - before[name]).abs().max()) for name, weight in learner.weights.items()]
     assert max(changes) == pytest.approx(1e-3, rel=0.01)
     held = dict(learner.model.named_parameters())
-    assert all(torch.equal(held[name], weight.bfloat16()) for name, weight in learner.weights())
+    assert all(torch.equal(held[name], weight.bfloat16()) for name, weight in learner.weights.items())
 
 
 # Cost
@@ -123,19 +126,15 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> replay_cost.Job:
 
 @pytest.mark.parametrize("mode", ["disabled", "R2", "R3"])
 def test_every_side_does_its_work_in_its_mode(mode: str, job: replay_cost.Job) -> None:
-    side = Side(job, mode)
-    try:
+    with replay_cost.open_side(job, mode) as take_step:
         for case in [case for case, modes in replay_cost.MODES.items() if mode in modes]:
             num_tokens = 4 * 3 if case == replay_cost.ROLLOUT else sum(s.num_tokens for s in job.read_samples())
-            assert [side.step(case)["amount"] for _ in range(2)] == [num_tokens] * 2
-    finally:
-        side.close()
+            assert [take_step(case)["amount"] for _ in range(2)] == [num_tokens] * 2
 
 
-def test_samples_travel_with_their_routes(job: replay_cost.Job, tmp_path: Path) -> None:
+def test_samples_travel_with_their_routes(job: replay_cost.Job) -> None:
     assert all(sample.routes is not None for sample in job.read_samples())
-    job.write(tmp_path / "job.json")
-    assert replay_cost.Job.read(str(tmp_path / "job.json")) == job
+    assert replay_cost.Job.parse(job.dump()) == job
     assert job.vocabulary == VOCABULARY
 
 
@@ -187,18 +186,22 @@ def test_memory_is_that_of_the_whole_batch() -> None:
 # File
 
 
-def test_damage_is_counted_over_all_files() -> None:
-    damage = Damage(num_files=4, num_refused=1, num_crashes=1, num_rows=100, num_refused_samples=12, num_wrong_rows=3)
-    assert damage.readable_share == 0.375  # of 4 x 24 samples 24, 24 and 12 cannot be read
-    assert [row.ours for row in damage.rows("file")] == [1, 3, 0, 0.375]
-
-
 @pytest.mark.parametrize(("harm", "seed"), [(replay.cut_off, 3), (replay.flipped, 4)])
 def test_what_is_read_of_damaged_files_is_right_and_all_there_is(harm: Any, seed: int, tmp_path: Path) -> None:
-    damage = replay.damaged(harm, 60, tmp_path, seed)
-    assert damage.num_files == 60 and damage.num_refused < 30
-    assert damage.num_rows > 0 and damage.num_refused_samples > 0
-    assert damage.num_wrong_rows == damage.num_crashes == damage.num_lost_needlessly == 0
+    crashes, wrong, lost_elsewhere, readable = replay.damaged("file", harm, 60, tmp_path, seed)
+    assert crashes.metric == "crashes, of 60 files"
+    assert crashes.ours == wrong.ours == lost_elsewhere.ours == 0
+    assert 0.3 < readable.ours < 1
+
+
+def test_what_is_wrong_with_damaged_files_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "num_wrong", lambda *_: 2)
+    monkeypatch.setattr(replay.Recording, "record", lambda *_: (_ for _ in ()).throw(KeyError("id")))
+    crashes, *_ = replay.damaged("file", replay.flipped, 3, tmp_path)
+    assert crashes.ours == 3
+    monkeypatch.setattr(replay.Recording, "record", lambda _, id: replay.make_record(int(id.partition("-")[2])))
+    _, wrong, _, readable = replay.damaged("file", lambda whole, _: (whole, 0, 0), 3, tmp_path)
+    assert (wrong.ours, readable.ours) == (3 * replay.NUM_SAMPLES * 2, 1.0)
 
 
 # The whole
@@ -207,17 +210,14 @@ def test_what_is_read_of_damaged_files_is_right_and_all_there_is(harm: Any, seed
 def test_only_what_is_asked_for_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     monkeypatch.setattr(replay_exact, "ranks_rows", lambda _: done.append("FSDP2") or [])
-    monkeypatch.setattr(
-        replay_exact, "exactness", lambda _: done.append("family") or replay_exact.Exactness(*[1.0] * 5)
-    )
-    monkeypatch.setattr(replay_exact, "measured", lambda *_: done.append("effect") or replay_exact.Effect(*[{}] * 4))
-    monkeypatch.setattr(replay_cost, "contest", lambda _, cases, *__: done.extend(cases) or {c: {} for c in cases})
-    monkeypatch.setattr(replay_cost, "case_rows", lambda *_: [])
+    monkeypatch.setattr(replay_exact, "exact_rows", lambda *_: done.append("family") or [])
+    monkeypatch.setattr(replay_exact, "effect_rows", lambda *_, **__: done.append("effect") or [])
+    monkeypatch.setattr(replay_cost, "contests", lambda *_: done.append("cost") or {})
     monkeypatch.setattr(replay, "size_rows", lambda case, *_: done.append(case) or [])
-    monkeypatch.setattr(replay, "damaged", lambda *_: done.append("file") or Damage(num_files=1))
+    monkeypatch.setattr(replay, "damaged", lambda case, *_: done.append(case) or [])
     for case in ("exact olmoe", "FSDP2", "effect tiny", "size 8,2,32", "file, cut off"):
         replay.run(Options(quick=True, peer="none", case=case))
-    assert done == ["family", "FSDP2", "effect", "size 8,2,32", "file"]
+    assert done == ["family", "FSDP2", "effect", "size 8,2,32", "file, cut off"]
     assert replay.run(Options(case="nothing")) == Outcome([])
     with pytest.raises(UsageError, match="known: none"):
         replay.run(Options(peer="verl"))
@@ -226,7 +226,7 @@ def test_only_what_is_asked_for_is_done(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_script_for_the_gpu_runs_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay_gpu, "FAMILIES", ("qwen3_moe",))
 
-    def broken(*_: Any) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(replay_gpu, "rollout_rows", broken)
@@ -243,9 +243,9 @@ def test_the_script_for_the_gpu_runs_without_one(tmp_path: Path, monkeypatch: py
     ]
 
 
-def test_the_large_model_has_the_size_it_is_named_for() -> None:
-    shape = replay_gpu.LARGE.shape
-    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * (shape.heads // 2))
-    experts = shape.num_experts * 3 * shape.hidden * shape.expert
-    total = shape.num_layers * (attention + experts + shape.hidden * shape.num_experts)
-    assert 1.55e9 < total + 2 * shape.vocabulary * shape.hidden < 1.65e9
+def test_the_large_model_has_the_size_it_is_named_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.models.save_random", lambda _, family, __, **shape: shape | {"model_type": family})
+    shape: Any = write_enlarged(tmp_path, **replay_gpu.LARGE["shape"])
+    shape = {name: value for name, value in shape.items() if name not in ("change", "device")}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    assert 1.55e9 < count_weights(load_config(str(tmp_path)), classifier=False) < 1.65e9

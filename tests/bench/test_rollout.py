@@ -14,17 +14,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks are not part of the installed package
 
-from bench import rollout, rollout_ours
+from bench import rollout, rollout_ours, rollout_work
 from bench.contestant import Line
 from bench.grpo import rate_rows
 from bench.harness import Options, UsageError
-from bench.models import FAMILIES, VOCABULARY, write_model
-from bench.peers.hf_rollout import ContinuousBatching, Generate
-from bench.rollout_ours import Native, talk
-from bench.rollout_weights import CHANNELS, MEMCPY, measured
+from bench.models import VOCABULARY, write_model
+from bench.peers.hf_rollout import continuous_batching, generate, load
+from bench.rollout_ours import native, samples_of
+from bench.rollout_promises import talk
 from bench.rollout_work import DENSE, MOE, Case, Job, check, make_cases, one_step, take_steps
-from bench.turns import Contestant, Plan, Step, Tally, take_turns
+from bench.turns import Contestant, Plan, Step, Tally, alternate
 from bench.work import native_engine
+from practicum.models import load_config
 
 CASES = ["equal", "mixed", "different", "shared", "equal moe", "mixed moe", "different moe", "shared moe"]
 SMALL = Case(DENSE, [3, 9], [4, 2], num_answers=2)
@@ -70,11 +71,10 @@ def test_prompts_are_the_same_for_everyone_and_new_in_every_step() -> None:
     assert SMALL.num_tokens == 12
 
 
-def test_a_job_survives_its_file(tmp_path: Path) -> None:
+def test_a_job_is_an_argument() -> None:
     job = Job({DENSE: "a", MOE: "b"}, {"small": SMALL}, 2, 100)
-    job.write(tmp_path / "job.json")
-    assert Job.read(str(tmp_path / "job.json")) == job
-    assert job.models_used() == {DENSE: "a"}
+    assert Job.parse(job.dump()) == job
+    assert job.models_used() == [DENSE]
 
 
 @pytest.mark.parametrize(
@@ -102,25 +102,22 @@ class FakeLine(Line):
     def ready(self, packages: Any = ()) -> None:
         self.said.append(list(packages))
 
-    def wait_for_case(self) -> tuple[int, str]:
+    def wait_for_go(self) -> tuple[int, str]:
         return self._told.pop(0)
 
     def answer(self, steps: list[dict[str, Any]]) -> None:
         self.said.append([step["amount"] for step in steps])
 
 
-class Honest:
-    def write(self, case: Case, prompts: Any) -> Any:
-        return [([1] * length, [-1.0] * length) for length in case.lengths()]
-
-    def answers(self, case: Case, written: Any) -> Any:
-        return written
+def honest(case: Case, prompts: Any) -> Any:
+    return lambda: [([1] * length, [-1.0] * length) for length in case.lengths()]
 
 
-def test_a_contestant_takes_steps_of_the_case_it_is_told() -> None:
-    line: Any = FakeLine((2, "small"), (1, "look"))
-    job = Job({DENSE: ""}, {"small": SMALL}, 1, 100)
-    take_steps(line, job, ["torch"], {DENSE: Honest()}, lambda name: {"amount": 0.5 if name == "look" else 0.0})
+def test_a_contestant_takes_steps_of_the_case_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = FakeLine((2, "small"), (1, "look"))
+    monkeypatch.setattr(rollout_work, "Line", lambda: line)
+    monkeypatch.setattr(sys, "argv", ["contestant", Job({DENSE: ""}, {"small": SMALL}, 1, 100).dump()])
+    take_steps(["torch"], lambda *_: honest, lambda _, name: {"amount": 0.5 if name == "look" else 0.0})
     assert line.said == [["torch"], [12, 12], [0.5]]
 
 
@@ -128,39 +125,33 @@ def test_turns_can_be_taken_case_by_case_with_the_same_contestants(tmp_path: Pat
     script = """
 from bench.contestant import Line, step
 line = Line()
-line.ready([])
-while True:
-    num, case = line.wait_for_case()
-    if not num: break
-    line.answer([step(1.0, len(case))] * num)
+line.serve([], lambda case: step(1.0, len(case)))
 """
     with Contestant("one", [sys.executable, "-c", script], tmp_path) as one:
-        one.ready(30)
         plan = Plan(warmup_steps=1, num_rounds=2, steps_per_turn=1)
-        assert [take_turns([one], plan, case)["one"].rate for case in ("equal", "mixed moe")] == [5, 9]
+        assert [alternate([one], plan, case)["one"].rate for case in ("equal", "mixed moe")] == [5, 9]
 
 
 # Contestants
 
 
-@pytest.mark.parametrize("writer", [Native, Generate, ContinuousBatching])
+@pytest.mark.parametrize("side", ["native", "generate", "continuous_batching"])
 @pytest.mark.parametrize("case", [SMALL, Case(MOE, [5, 2, 7], [1, 3, 6])], ids=["dense", "moe"])
-def test_everyone_writes_what_is_asked_for(writer: Any, case: Case, models: dict[str, str]) -> None:
+def test_everyone_writes_what_is_asked_for(side: str, case: Case, models: dict[str, str]) -> None:
+    folder = models[case.model]
     with ExitStack() as stack:
-        if writer is Native:
-            made = Native(stack.enter_context(native_engine(models[case.model])))
+        if side == "native":
+            write = native(stack.enter_context(native_engine(folder)))
         else:
-            made = writer(models[case.model])
-        if writer is ContinuousBatching:
-            stack.callback(made.close)
-        assert one_step(case, made, case.prompts(1, VOCABULARY))["amount"] == case.num_tokens
+            write = generate(folder) if side == "generate" else continuous_batching(folder, stack)
+        assert one_step(case, write, case.prompts(1, VOCABULARY))["amount"] == case.num_tokens
 
 
 def test_log_probs_of_generate_are_those_of_a_forward_pass(models: dict[str, str]) -> None:
-    generate, prompts = Generate(models[DENSE]), SMALL.prompts(1, VOCABULARY)
-    (tokens, log_probs), *_ = generate.answers(SMALL, generate.write(SMALL, prompts))
+    prompts = SMALL.prompts(1, VOCABULARY)
+    (tokens, log_probs), *_ = generate(models[DENSE])(SMALL, prompts)()
     with torch.no_grad():
-        logits = generate._model(input_ids=torch.tensor([[*prompts[0], *tokens]])).logits[0, 2:-1]
+        logits = load(models[DENSE])(input_ids=torch.tensor([[*prompts[0], *tokens]])).logits[0, 2:-1]
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
     assert np.allclose(log_probs, expected.numpy(), atol=1e-4)
 
@@ -170,23 +161,23 @@ def test_log_probs_of_generate_are_those_of_a_forward_pass(models: dict[str, str
 
 def test_a_wrong_log_prob_would_be_seen(models: dict[str, str]) -> None:
     with native_engine(models[DENSE]) as engine:
-        samples = Native(engine).write(SMALL, SMALL.prompts(1, VOCABULARY))
-    assert rollout_ours.largest_difference([(models[DENSE], samples)]) <= 2e-5
+        samples = samples_of(engine, SMALL, SMALL.prompts(1, VOCABULARY))
+    assert rollout_ours.largest_difference(models[DENSE], samples) <= 2e-5
     samples[1].log_probs[2] += 0.25
-    assert rollout_ours.largest_difference([(models[DENSE], samples)]) == pytest.approx(0.25, abs=1e-4)
+    assert rollout_ours.largest_difference(models[DENSE], samples) == pytest.approx(0.25, abs=1e-4)
 
 
 def test_a_family_whose_greedy_tokens_differ_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_ours, "FAMILIES", {name: FAMILIES[name] for name in ("llama", "mixtral")})
+    monkeypatch.setattr(rollout_ours, "FAMILIES", ("llama", "mixtral"))
     assert rollout_ours.equal_families(tmp_path / "same") == ["llama", "mixtral"]
     monkeypatch.setattr(rollout_ours, "_greedy", lambda model, prompt, num_tokens: [0])
     assert rollout_ours.equal_families(tmp_path / "other") == []
 
 
 def test_a_conversation_is_counted_turn_by_turn(tmp_path: Path) -> None:
-    counts = talk(tmp_path, 3)
-    assert counts["turns"] == 3 and counts["other"] == 0 and counts["difference"] <= 2e-5
-    assert counts["drift"] == 3  # its text, tokenised again, would be a token less in every turn
+    turns, other, difference, fewer = talk(tmp_path, 3).values()
+    assert turns == 3 and other == 0 and difference <= 2e-5
+    assert fewer == 3  # its text, tokenised again, would be a token less in every turn
 
 
 def test_operations_are_those_that_torch_counts(models: dict[str, str]) -> None:
@@ -194,7 +185,7 @@ def test_operations_are_those_that_torch_counts(models: dict[str, str]) -> None:
     from transformers import AutoModelForCausalLM
 
     prompt, new = 12, 1
-    config = json.loads((Path(models[DENSE]) / "config.json").read_text())
+    config = load_config(models[DENSE])
     model = AutoModelForCausalLM.from_pretrained(models[DENSE], attn_implementation="eager")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(input_ids=torch.ones(1, prompt, dtype=torch.long), logits_to_keep=1)
@@ -204,7 +195,7 @@ def test_operations_are_those_that_torch_counts(models: dict[str, str]) -> None:
 
 
 def test_answers_to_one_prompt_share_its_reading(models: dict[str, str]) -> None:
-    config = json.loads((Path(models[MOE]) / "config.json").read_text())
+    config = load_config(models[MOE])
     once, prompt, both = (
         rollout_ours.needed_flops(Case(MOE, [8], [new], num), config) for new, num in ((5, 1), (1, 1), (5, 2))
     )
@@ -231,9 +222,9 @@ def test_without_a_peer_ours_remains() -> None:
 
 
 def test_every_channel_is_timed_against_a_plain_copy() -> None:
-    times = measured(4_000_000, num_rounds=2)
-    assert times.keys() == {MEMCPY, *CHANNELS}
-    assert all(len(own) == 2 and min(seconds for seconds, _ in own) > 0 for own in times.values())
+    times = rollout.measured(4_000_000, num_rounds=2)
+    assert times.keys() == {rollout.MEMCPY, *rollout.CHANNELS}
+    assert all(len(cpu_s) == len(seconds) == 2 and min(seconds) > 0 for seconds, cpu_s in times.values())
 
 
 def test_the_demo_compares_our_two_engines() -> None:
@@ -251,13 +242,12 @@ def test_the_demo_goes_on_after_its_timed_steps(sizes: rollout.Sizes) -> None:
 
 
 def test_a_promise_that_is_not_kept_shows() -> None:
-    counts = {"missing": 1, "twice": 0, "other": 2, "killed_s": 4.0, "undisturbed_s": 2.0}
-    rows = rollout.replica_rows(counts | {"mixed": 3, "by_old": 100, "by_new": 153})
-    assert [(row.ours, row.better, row.ratio) for row in rows] == [
-        (1, "lower", None), (0, "lower", None), (2, "lower", None), (4.0, "lower", 0.5),
-        (3, "lower", None), (100, "higher", None), (153, "higher", None),
-    ]  # fmt: skip
-    assert rows[4].metric.startswith("of 256 answers, mixed versions")
+    counts = {"come twice after a kill": 1, "s with a kill": 4.0, "without": 2.0, "by the new weights": 153}
+    assert [(row.metric, row.ours, row.better, row.ratio) for row in rollout.promise_rows("kill", counts)] == [
+        ("come twice after a kill", 1, "lower", None),
+        ("s with a kill", 4.0, "lower", 0.5),
+        ("by the new weights", 153, "higher", None),
+    ]
 
 
 def test_peers_that_are_not_installed_are_left_out_unless_asked_for(
@@ -283,15 +273,15 @@ def test_only_what_is_asked_for_is_done(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(rollout, "contest", contest)
     monkeypatch.setattr(rollout, "demo", lambda *_: done.append("demo") or rollout.Outcome([]))
-    monkeypatch.setattr("bench.rollout_weights.rows", lambda _: done.append("weights") or [])
+    monkeypatch.setattr(rollout, "weights", lambda *_: done.append("weights") or rollout.Outcome([]))
     monkeypatch.setattr(rollout, "promises", lambda names, *_: done.append(names) or rollout.Outcome([]))
     for case in ("mixed", "greedy", "demo", "weights", "kill"):
         rollout.run(Options(quick=True, peer="generate", case=case))
-    kill, talk = "kill, update under load", "conversation"
+    kill, talking = "kill, update under load", "conversation"
     assert done == [(["generate"], [], ["mixed", "mixed moe"]), ([], ["greedy"], []), "demo", "weights", [kill]]
     done.clear()
     rollout.run(Options(peer="none"))
-    assert done == [([], ["log-probs", "greedy"], CASES), "demo", "weights", [talk, kill]]
+    assert done == [([], ["log-probs", "greedy"], CASES), "demo", "weights", [talking, kill]]
 
 
 def test_the_sizes_can_be_written_to_a_result_file() -> None:

@@ -1,0 +1,202 @@
+"""`promises` of the `rollout` benchmark, `FOLDER NEW_TOKENS NUM_TURNS`: counts what rollout promises. Each promise is a
+step, whose parts are what was counted.
+
+    kill          a replica in a process of its own is killed in the middle of a batch: is each answer there, once?
+    update        new weights come while answers are written: does every answer tell one version, the old or the new?
+    conversation  many turns with a tool: are the tokens the trainer gets those that the engine had, all of them?
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.contestant import Line, step
+from bench.models import write_model
+from bench.rollout_ours import largest_difference
+from bench.work import native_engine
+from practicum.config import AgentConfig, RolloutConfig
+from practicum.controller import Controller, RayResourcePool, ray_cluster
+from practicum.demo.arithmetic import make_model, make_tokenizer
+from practicum.models import encode_prompts, load_tokenizer, save_model
+from practicum.rollout.agent.conversation import Conversations
+from practicum.rollout.base import BaseRollout
+from practicum.rollout.engine.sequence import Sequence
+from practicum.rollout.engines import EngineSettings
+from practicum.rollout.manager import RolloutManager
+from practicum.rollout.placement import open_replicas
+from practicum.types import Message, Prompt, PromptGroup, Sample, SamplingParams
+from tests.rollout.replicas import ModelWeights, groups_of
+from tests.rollout.tokenizers import byte_tokenizer
+
+PATIENCE_S = 120.0
+Counts = dict[str, float]
+
+
+def main() -> None:
+    line = Line()
+    torch.set_num_threads(1)
+    folder, new_tokens, num_turns = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+
+    def take_step(case: str) -> dict[str, Any]:
+        is_talk = case == "conversation"
+        counts = talk(folder / "talk", num_turns) if is_talk else asyncio.run(replica_counts(folder, new_tokens))
+        return step(1.0, 1.0, **counts)
+
+    line.serve(["practicum", "torch", "transformers", "ray"], take_step)
+
+
+# A kill, and new weights under load
+
+NUM_REPLICAS, MAX_BATCH = 2, 16
+NUM_ANSWERS = 256
+
+
+async def replica_counts(folder: Path, new_tokens: int) -> Counts:
+    """Open replicas on their own places that never sleep: standalone ones, with the trainer in this process."""
+    model = folder / "replicas"
+    save_model(make_model(0), make_tokenizer(), model)
+    config = RolloutConfig(placement="colocated", max_batch=MAX_BATCH)
+    engine = EngineSettings("native", str(model), device="cpu", max_batch=MAX_BATCH, cache_gb=0.05)
+    weights = ModelWeights(model)
+    with ray_cluster(), RayResourcePool([NUM_REPLICAS], resources_per_process={"CPU": 1}) as pool:
+        controller = Controller(pool, PATIENCE_S, PATIENCE_S)
+        async with open_replicas(config, controller, engine, weights, threads=1) as manager:
+            manager.sleeps = False
+            await manager.update_weights(1)
+            counts = await under_new_weights(manager, weights, new_tokens)
+            return await under_a_kill(manager, new_tokens) | counts
+
+
+async def under_a_kill(manager: RolloutManager, new_tokens: int) -> Counts:
+    expected, _, undisturbed_s = await _written(manager, new_tokens)
+    victim = (await manager.replicas[0].where()).pid
+
+    async def kill() -> None:
+        os.kill(victim, signal.SIGKILL)
+
+    found, times, seconds = await _written(manager, new_tokens, kill())
+    return {
+        f"of {NUM_ANSWERS} answers, missing after a kill": len(expected.keys() - found),
+        "come twice after a kill": sum(times.values()) - len(found),
+        "other than without a kill": sum(
+            own.token_ids.tolist() != expected[id].token_ids.tolist() for id, own in found.items()
+        ),
+        "s with a kill": seconds,
+        "without": undisturbed_s,
+    }
+
+
+async def under_new_weights(manager: RolloutManager, weights: ModelWeights, new_tokens: int) -> Counts:
+    old, new = manager.version, manager.version + 1
+    weights.nudge()
+    found, _, _ = await _written(manager, new_tokens, manager.update_weights(new))
+    versions = [set(sample.versions.tolist()) for sample in found.values()]
+    by_old, by_new = (versions.count({version}) for version in (old, new))
+    mixed = f"of {NUM_ANSWERS} answers, mixed versions in an update under load"
+    return {mixed: len(versions) - by_old - by_new, "by the old weights": by_old, "by the new weights": by_new}
+
+
+async def _written(
+    manager: RolloutManager, new_tokens: int, at_first: Coroutine[Any, Any, None] | None = None
+) -> tuple[dict[str, Sample], Counter[str], float]:
+    """Return the answers by id, how often each came, and how long it took. `at_first` begins when the first came."""
+    samples: dict[str, Sample] = {}
+    times: Counter[str] = Counter()
+    beside: asyncio.Task[None] | None = None
+    began = time.perf_counter()
+    async for finished in manager.generate(groups_of(NUM_ANSWERS, new_tokens)):
+        if at_first is not None and beside is None:
+            beside = asyncio.create_task(at_first)
+        for sample in (sample for group in finished for sample in group.samples):
+            times[sample.id] += 1
+            samples[sample.id] = sample
+    seconds = time.perf_counter() - began
+    if beside is not None:
+        await asyncio.wait_for(beside, PATIENCE_S)
+    return samples, times, seconds
+
+
+# A conversation of many turns with a tool
+#
+# The model is made to call the tool in every turn: after each token it writes another is the likeliest, so no training
+# is needed. Its attention and its layers take part, so log-probs depend on all tokens before. It writes 1 and 2 apart,
+# which its tokenizer would join: a conversation whose text is tokenised again is found out.
+
+CALL = "[12*34]"  # every character once
+TURN_TOKENS = 128  # at most, with the reply of the tool
+
+
+def talk(folder: Path, num_turns: int) -> Counts:
+    """Compare what the engine read and wrote in a conversation with what the trainer gets."""
+    write_talker(folder, TURN_TOKENS * (num_turns + 1))
+    seen: list[list[int]] = []  # the tokens that each turn goes on from
+    with native_engine(folder, max_batch=2) as engine:
+        submit = engine.submit
+
+        def submit_seen(sequences: list[Sequence]) -> None:
+            seen.extend(sequence.prompt_ids.tolist() for sequence in sequences)
+            submit(sequences)
+
+        engine.submit = submit_seen  # type: ignore[method-assign]
+        sample = asyncio.run(converse(engine, load_tokenizer(str(folder)), num_turns))
+    if len(seen) != num_turns:
+        raise RuntimeError(f"the conversation had {len(seen)} turns instead of {num_turns}: {sample.text!r}")
+    whole = [*sample.prompt_ids.tolist(), *sample.token_ids.tolist()]
+    tokenizer = load_tokenizer(str(folder))
+    again = tokenizer(tokenizer.decode(whole), add_special_tokens=False)["input_ids"]
+    return {
+        "turns with a tool": len(seen),
+        "tokens other for the trainer than for the engine": sum(
+            a != b for own in seen for a, b in zip(own, whole, strict=False)
+        ),
+        "largest difference to a full forward pass": largest_difference(str(folder), [sample]),
+        "tokens less, had its text been tokenised again": len(whole) - len(again),
+    }
+
+
+async def converse(engine: BaseRollout, tokenizer: Any, num_turns: int) -> Sample:
+    agent = AgentConfig(tools=("bench.contestants.calculator:multiply",), call_format="plain", max_turns=num_turns)
+    conversations = Conversations(engine, tokenizer, agent)
+    await conversations.start()
+    prompt = Prompt("talk", messages=(Message("user", "12*34="),))
+    (ids,) = encode_prompts(tokenizer, [prompt])
+    params = SamplingParams(TURN_TOKENS * num_turns, temperature=0.0)
+    group = PromptGroup("talk", prompt, ids, params, seed=0)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            async for _ in conversations.generate([group]):
+                pass
+    finally:
+        await conversations.close()
+    return group.samples[0]
+
+
+def write_talker(folder: Path, num_positions: int) -> None:
+    tokenizer = byte_tokenizer()
+    # Before a turn there is the end of a line.
+    chain = tokenizer.convert_tokens_to_ids(["\u010a", *CALL, tokenizer.eos_token])
+
+    def make_it_call(model: Any) -> None:
+        words = torch.nn.functional.normalize(torch.randn(len(tokenizer), 128), dim=-1)
+        model.model.embed_tokens.weight.copy_(words)
+        for now, after in itertools.pairwise(chain):
+            model.lm_head.weight[after] += 0.3 * words[now]  # the likeliest, though far from certain
+
+    shape = {"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    shape |= {"head_dim": 32, "max_position_embeddings": num_positions, "eos_token_id": tokenizer.eos_token_id}
+    write_model(folder, False, tokenizer, change=make_it_call, **shape)
+
+
+if __name__ == "__main__":
+    main()

@@ -425,7 +425,7 @@ def test_a_coroutine_fails_alone_and_its_neighbours_are_run_again(what: str, kin
     async def test() -> None:
         async with pool_of(AsyncTricks(), capacity=64) as pool:
             bad = asyncio.create_task(outcome(pool, what, 7, timeout_s=0.3 if kind == "timeout" else 10.0))
-            good = [asyncio.create_task(outcome(pool, "nap", 0.6, timeout_s=2.0)) for _ in range(20)]
+            good = [asyncio.create_task(outcome(pool, "nap", 0.6, timeout_s=6.0)) for _ in range(20)]
             failed_kind, failed_reason = await bad
             assert (failed_kind, reason in failed_reason) == (kind, True), failed_reason
             assert await asyncio.gather(*good) == [0.6] * 20

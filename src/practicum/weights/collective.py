@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from practicum.errors import RolloutError
+from practicum.errors import ResourceError
 from practicum.weights.channel import (
     ChannelSettings,
     Deadline,
@@ -48,6 +48,7 @@ _POLL_S = 0.0002
 # A group gives up by itself, so much later than those that wait for it. NCCL's takes the whole process with it.
 _GLOO_GRACE_S, _NCCL_GRACE_S = 0.3, 600.0
 _CALL_OFF_S = 10.0
+_BACKLOG = 2048  # ranks that may come at once
 _NEARLY_S = 0.1  # gloo counts in milliseconds, and rounds down
 
 
@@ -132,11 +133,12 @@ class CollectiveSender(Sender):
 
 
 def open_store(host: str, timeout_s: float, port: int = 0) -> TCPStore:
-    """Return a store that listens at this address only: left to itself, torch listens at all that the machine has."""
+    """Return a store that listens at this address only: left to itself, torch listens at all of the machine's."""
     try:
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise RolloutError(
+        raise ResourceError(
             f"cannot listen at {host}, port {port}: {error}. Is it an address of this machine?"
         ) from None
     port = listener.getsockname()[1]

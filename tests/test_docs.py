@@ -30,7 +30,7 @@ ROUTER_PAGE = ROOT / "docs" / "router.md"
 ROUTER_MARK = "<!-- settings -->\n"
 REWARD_PAGE = ROOT / "docs" / "rewards.md"
 REWARD_MARK = "<!-- graders -->\n"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def kind(field: FieldInfo) -> str:
@@ -151,6 +151,13 @@ def test_files_named_in_the_docs_exist(page: Path) -> None:
         assert (page.parent / link).exists(), f"{page.name} links to {link}"
     for source in re.findall(r"`((?:src/practicum|tests|bench|docs)/[\w./-]+)`", text):
         assert (ROOT / source).exists(), f"{page.name} names {source}"
+
+
+def test_tests_named_in_the_docs_exist() -> None:
+    named = {name for page in PAGES for name in re.findall(r"`(tests/[\w./]+\.py)::(\w+)`", page.read_text())}
+    assert named
+    missing = [f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text()]
+    assert not missing
 
 
 def test_the_example_of_the_controller_runs_as_shown(tmp_path: Path) -> None:

@@ -20,15 +20,16 @@ ALLOWED: dict[str, set[str]] = {
     "control_tokens": set(),
     "models": {"errors", "types", "adapters", "control_tokens"},
     "functions": {"errors"},
-    "controller": BASE - {"types"},
+    "secret": set(),
+    "controller": BASE - {"types"} | {"secret"},
     "algo": BASE,
     "data": BASE,
     "weights": BASE,
     "processes": BASE,
     "replay": BASE,
     "rollout": BASE
-    | {"adapters", "models", "controller", "weights", "replay", "processes", "functions", "control_tokens"},
-    "reward": BASE | {"models", "controller", "rollout", "processes", "functions", "control_tokens"},
+    | {"adapters", "models", "controller", "weights", "replay", "processes", "functions", "control_tokens", "secret"},
+    "reward": BASE | {"models", "controller", "rollout", "processes", "functions", "control_tokens", "secret"},
     "train": BASE | {"adapters", "models", "controller", "algo", "data", "weights", "replay"},
     "loop": BASE
     | {"adapters", "models", "controller", "algo", "data", "weights", "rollout", "reward", "train", "replay"}

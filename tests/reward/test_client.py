@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from practicum.config import LimitsConfig
 from practicum.controller.host import free_port
@@ -91,8 +92,8 @@ def test_tokens_that_were_used_are_written_on_the_permit(usage: Any, counted: in
             await ask(service)
 
     async def ask(service: FakeService) -> None:
-        async with LimitKeeper(LimitsConfig(concurrency=1)) as keeper:
-            limits = await LimitClient.connect(keeper.address)
+        async with LimitKeeper(LimitsConfig(concurrency=1), "secret") as keeper:
+            limits = await LimitClient.connect(keeper.address, "secret")
             client = asking(service.url)
             async with limits.permit(50) as permit:
                 await client.using(permit).post("service", "/", {})
@@ -100,5 +101,25 @@ def test_tokens_that_were_used_are_written_on_the_permit(usage: Any, counted: in
             await client.post("service", "/", {})  # without one
             limits.close()
             await client.close()
+
+    run(test)
+
+
+def test_what_the_router_wants_goes_along_and_no_redirection_takes_it_elsewhere() -> None:
+    async def test() -> None:
+        with FakeService({"score": 1}) as elsewhere:
+
+            async def send_away(request: web.Request, body: Any) -> web.StreamResponse:
+                return web.Response(status=307, headers={"Location": f"{elsewhere.url}/score"})
+
+            with FakeService(send_away) as service:
+                wanted = {"x-practicum-token": "secret", "Authorization": "Bearer secret"}
+                client = RewardClient({"service": Target(service.url, window=8, timeout_s=10.0, headers=wanted)})
+                assert "secret" not in repr(client.targets)
+                error = await failure(client)
+                assert (error.status, "answered 307" in error.reason) == ("invalid", True)
+                assert {name: service.headers[0].get(name) for name in wanted} == wanted
+                assert elsewhere.asked == []
+                await client.close()
 
     run(test)

@@ -176,8 +176,8 @@ def test_limits_hold_for_functions_and_a_lost_keeper_is_an_infra_error(tmp_path:
         grader = grader_of("records_overlap")
         pool = await pool_for(grader, size=6)
         file = tmp_path / "overlap"
-        async with LimitKeeper(LimitsConfig(concurrency=2)) as keeper:
-            limits = await LimitClient.connect(keeper.address)
+        async with LimitKeeper(LimitsConfig(concurrency=2), "secret") as keeper:
+            limits = await LimitClient.connect(keeper.address, "secret")
             executor = ProcessExecutor(pool, 0, grader, 5.0, limits)
             samples = samples_of(*"x" * 12, file=str(file))
             graded = await asyncio.gather(*(executor.grade(sample) for sample in samples))
@@ -218,8 +218,8 @@ def test_no_more_questions_are_out_than_the_window_holds_and_waiting_is_not_held
 def test_tokens_are_counted_as_the_server_says() -> None:
     async def test() -> None:
         grader = Endpoint(urls=("http://grader",))
-        async with LimitKeeper(LimitsConfig(tokens_per_minute=20)) as keeper:
-            limits = await LimitClient.connect(keeper.address)
+        async with LimitKeeper(LimitsConfig(tokens_per_minute=20), "secret") as keeper:
+            limits = await LimitClient.connect(keeper.address, "secret")
             client = RewardClient({grader.target: target(service.url)})
             executor = HttpExecutor(grader, client, limits)
             for sample in samples_of(*"x" * 6):  # five tokens each, of which the server uses one

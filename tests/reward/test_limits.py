@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from typing import Any
@@ -182,8 +183,8 @@ async def is_granted(task: asyncio.Task[Any], within_s: float = 0.2) -> bool:
 
 def test_clients_share_one_limit_and_never_exceed_it() -> None:
     async def test() -> None:
-        async with LimitKeeper(LimitsConfig(concurrency=3)) as keeper:
-            clients = [await LimitClient.connect(keeper.address) for _ in range(2)]
+        async with LimitKeeper(LimitsConfig(concurrency=3), "secret") as keeper:
+            clients = [await LimitClient.connect(keeper.address, "secret") for _ in range(2)]
             at_a_time, most, served = 0, 0, Counter[int]()
 
             async def use(number: int) -> None:
@@ -207,8 +208,8 @@ def test_a_turn_is_passed_on_for_a_while_and_then_given_back(monkeypatch: pytest
     monkeypatch.setattr(limits_module, "_PASSED_ON_S", 0.3)
 
     async def test() -> None:
-        async with LimitKeeper(LimitsConfig(concurrency=1)) as keeper:
-            busy, other = [await LimitClient.connect(keeper.address) for _ in range(2)]
+        async with LimitKeeper(LimitsConfig(concurrency=1), "secret") as keeper:
+            busy, other = [await LimitClient.connect(keeper.address, "secret") for _ in range(2)]
             order: list[str] = []
 
             async def use(client: LimitClient, name: str, times: int) -> None:
@@ -231,8 +232,8 @@ def test_a_turn_is_passed_on_for_a_while_and_then_given_back(monkeypatch: pytest
 @pytest.mark.parametrize("limits", [LimitsConfig(concurrency=1), LimitsConfig(concurrency=1, requests_per_minute=99)])
 def test_a_turn_passed_on_to_one_that_is_cancelled_is_not_lost(limits: LimitsConfig) -> None:
     async def test() -> None:
-        async with LimitKeeper(limits) as keeper:
-            client = await LimitClient.connect(keeper.address)
+        async with LimitKeeper(limits, "secret") as keeper:
+            client = await LimitClient.connect(keeper.address, "secret")
             for _ in range(20):
                 (permit,) = await holding(client, 1)
                 waiting = [asyncio.create_task(client.ask(1)) for _ in range(3)]
@@ -248,8 +249,8 @@ def test_a_turn_passed_on_to_one_that_is_cancelled_is_not_lost(limits: LimitsCon
 
 def test_what_a_client_held_is_free_when_it_is_gone() -> None:
     async def test() -> None:
-        async with LimitKeeper(LimitsConfig(concurrency=2)) as keeper:
-            first, second = [await LimitClient.connect(keeper.address) for _ in range(2)]
+        async with LimitKeeper(LimitsConfig(concurrency=2), "secret") as keeper:
+            first, second = [await LimitClient.connect(keeper.address, "secret") for _ in range(2)]
             await holding(first, 2)
             waiting_first = asyncio.create_task(first.ask(1))
             waiting = asyncio.create_task(holding(second, 1))
@@ -265,8 +266,8 @@ def test_what_a_client_held_is_free_when_it_is_gone() -> None:
 
 def test_a_client_that_waits_no_more_takes_nobodys_turn() -> None:
     async def test() -> None:
-        async with LimitKeeper(LimitsConfig(concurrency=1, requests_per_minute=3)) as keeper:
-            client = await LimitClient.connect(keeper.address)
+        async with LimitKeeper(LimitsConfig(concurrency=1, requests_per_minute=3), "secret") as keeper:
+            client = await LimitClient.connect(keeper.address, "secret")
             (permit,) = await holding(client, 1)
             given_up = [asyncio.create_task(client.ask(1)) for _ in range(20)]
             await asyncio.sleep(0)
@@ -285,8 +286,8 @@ def test_a_client_that_waits_no_more_takes_nobodys_turn() -> None:
 
 def test_a_request_cancelled_as_its_turn_comes_gives_it_back() -> None:
     async def test() -> None:
-        async with LimitKeeper(LimitsConfig(concurrency=1)) as keeper:
-            client = await LimitClient.connect(keeper.address)
+        async with LimitKeeper(LimitsConfig(concurrency=1), "secret") as keeper:
+            client = await LimitClient.connect(keeper.address, "secret")
             for _ in range(50):
                 tasks = [asyncio.create_task(holding(client, 1)) for _ in range(2)]
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -309,8 +310,8 @@ def test_windows_reopen_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits_module, "_WINDOW_S", 0.3)
 
     async def test() -> None:
-        async with LimitKeeper(LimitsConfig(requests_per_minute=2)) as keeper:
-            client = await LimitClient.connect(keeper.address)
+        async with LimitKeeper(LimitsConfig(requests_per_minute=2), "secret") as keeper:
+            client = await LimitClient.connect(keeper.address, "secret")
             start = time.monotonic()
             times = []
             for _ in range(5):
@@ -324,8 +325,8 @@ def test_windows_reopen_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_permit_says_what_was_really_used() -> None:
     async def test() -> None:
-        async with LimitKeeper(LimitsConfig(tokens_per_minute=100)) as keeper:
-            client = await LimitClient.connect(keeper.address)
+        async with LimitKeeper(LimitsConfig(tokens_per_minute=100), "secret") as keeper:
+            client = await LimitClient.connect(keeper.address, "secret")
             async with client.permit(90) as permit:
                 permit.tokens = 20
             async with client.permit(80):
@@ -338,8 +339,8 @@ def test_a_permit_says_what_was_really_used() -> None:
 
 def test_a_keeper_that_is_gone_is_an_error_at_once() -> None:
     async def test() -> None:
-        async with LimitKeeper(LimitsConfig(concurrency=1)) as keeper:
-            client = await LimitClient.connect(keeper.address)
+        async with LimitKeeper(LimitsConfig(concurrency=1), "secret") as keeper:
+            client = await LimitClient.connect(keeper.address, "secret")
             await holding(client, 1)
             waiting = asyncio.create_task(client.ask(1))
             await asyncio.sleep(0)
@@ -348,7 +349,7 @@ def test_a_keeper_that_is_gone_is_an_error_at_once() -> None:
         with pytest.raises(ConnectionError):
             await client.ask(1)
         with pytest.raises(RewardError, match="does not answer"):
-            await LimitClient.connect(keeper.address)
+            await LimitClient.connect(keeper.address, "secret")
 
     run(test)
 
@@ -356,7 +357,66 @@ def test_a_keeper_that_is_gone_is_an_error_at_once() -> None:
 def test_a_keeper_that_cannot_listen_says_where() -> None:
     async def test() -> None:
         with pytest.raises(RewardError, match=r"cannot listen at 203\.0\.113\.1"):
-            async with LimitKeeper(LimitsConfig(concurrency=1), host="203.0.113.1"):
+            async with LimitKeeper(LimitsConfig(concurrency=1), "secret", host="203.0.113.1"):
                 raise AssertionError("not reached")
+
+    run(test)
+
+
+async def is_cut(reader: asyncio.StreamReader) -> bool:
+    """Whether the keeper closes within seconds, and sends nothing before that."""
+    with contextlib.suppress(ConnectionError):
+        return await asyncio.wait_for(reader.read(), 20.0) == b""
+    return True
+
+
+@pytest.mark.parametrize("said", [b"\x01" + b"\0" * 16 * 4, b"secret" * 20, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 2])
+def test_who_does_not_know_the_secret_gets_nothing_and_takes_nothing(said: bytes) -> None:
+    async def test() -> None:
+        async with LimitKeeper(LimitsConfig(concurrency=1), "secret") as keeper:
+            reader, writer = await asyncio.open_connection(*keeper.address)
+            writer.write(said)
+            assert await is_cut(reader)
+            stranger = await LimitClient.connect(keeper.address, "another")
+            with pytest.raises(ConnectionError):
+                await stranger.ask(1)
+            client = await LimitClient.connect(keeper.address, "secret")
+            async with client.permit(1):
+                pass
+            client.close()
+            writer.close()
+
+    run(test)
+
+
+def test_who_says_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits_module, "_GREETING_S", 0.1)
+
+    async def test() -> None:
+        async with LimitKeeper(LimitsConfig(concurrency=1), "secret") as keeper:
+            client = await LimitClient.connect(keeper.address, "secret")
+            for said in (b"", b"\0" * 31):
+                reader, writer = await asyncio.open_connection(*keeper.address)
+                writer.write(said)
+                assert await is_cut(reader)
+                writer.close()
+            async with client.permit(1):  # it may be silent for as long as it likes
+                pass
+            client.close()
+
+    run(test)
+
+
+def test_many_who_say_nothing_keep_no_worker_out() -> None:
+    async def test() -> None:
+        async with LimitKeeper(LimitsConfig(concurrency=1), "secret") as keeper:
+            silent = [await asyncio.open_connection(*keeper.address) for _ in range(300)]
+            assert await is_cut(silent[0][0])
+            client = await LimitClient.connect(keeper.address, "secret")
+            async with client.permit(1):
+                pass
+            client.close()
+            for _, writer in silent:
+                writer.close()
 
     run(test)

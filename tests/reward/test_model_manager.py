@@ -87,7 +87,7 @@ def urls(manager: RewardModelManager) -> list[str]:
 
 
 def score(manager: RewardModelManager, text: str = "1+2=3") -> float:
-    return score_of(ask(manager.url, "/classify", {"input": text}))
+    return score_of(ask(manager.url, "/classify", {"input": text}, headers=manager.headers))
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -239,7 +239,7 @@ def test_a_judge_answers_in_words(tiny_model: Path) -> None:
         replies = []
         for _ in range(2):
             with awake(manager):
-                status, reply = ask(manager.url, "/v1/chat/completions", body)
+                status, reply = ask(manager.url, "/v1/chat/completions", body, headers=manager.headers)
             assert status == 200
             replies.append([choice["message"]["content"] for choice in reply["choices"]])
         assert replies[0] == replies[1]
@@ -409,10 +409,12 @@ def test_one_killed_and_one_hung_in_the_middle_change_no_score(
 ) -> None:
     answers: list[tuple[int, Any]] = []
     with caplog.at_level(logging.WARNING, logger="practicum.reward"), awake(spread):
-        undisturbed = [score_of(answer) for answer in ask_all(spread.url, "/classify", BODIES)]
+        undisturbed = [score_of(answer) for answer in ask_all(spread.url, "/classify", BODIES, headers=spread.headers)]
         killed, stopped, _ = pids(spread)
         before = {worker["url"]: worker["requests"] for worker in spread.router.workers()}
-        asking = threading.Thread(target=lambda: answers.extend(ask_all(spread.url, "/classify", BODIES)))
+        asking = threading.Thread(
+            target=lambda: answers.extend(ask_all(spread.url, "/classify", BODIES, headers=spread.headers))
+        )
         started = time.monotonic()
         asking.start()
 
@@ -434,7 +436,9 @@ def test_one_killed_and_one_hung_in_the_middle_change_no_score(
     with awake(spread):
         assert state(spread) == ["awake"] * NUM_REPLICAS
         wait_until(lambda: all(w["state"] == "up" for w in spread.router.workers()), "all are let in")
-        assert [score_of(answer) for answer in ask_all(spread.url, "/classify", BODIES[:50])] == undisturbed[:50]
+        assert [
+            score_of(answer) for answer in ask_all(spread.url, "/classify", BODIES[:50], headers=spread.headers)
+        ] == undisturbed[:50]
     assert state(spread) == ["asleep"] * NUM_REPLICAS
 
 
@@ -489,7 +493,12 @@ def test_asleep_the_gpu_has_its_memory_back(tmp_path: Path, ray_session: None, b
         scores = []
         for _ in range(2):
             with awake(manager):
-                scores.append([score_of(answer) for answer in ask_all(manager.url, "/classify", BODIES[:1])])
+                scores.append(
+                    [
+                        score_of(answer)
+                        for answer in ask_all(manager.url, "/classify", BODIES[:1], headers=manager.headers)
+                    ]
+                )
                 (up,) = run_sync(manager.memory())
             (down,) = run_sync(manager.memory())
             assert up is not None and up.device_reserved is not None and up.device_allocated is not None

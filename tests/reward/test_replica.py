@@ -15,9 +15,13 @@ from tests.models import save_classifier
 from tests.reward.fakes import run
 from tests.rollout.server.client import ask, score_of
 
+SENT = {"Authorization": "Bearer s"}
+
 
 def start(config: RewardModelConfig, *, asleep: bool = False) -> LocalWorkerGroup[RewardModelReplica]:
-    packed = RayClassWithInitArgs(RewardModelReplica, config, device="cpu", on_node=None, public=False, asleep=asleep)
+    packed = RayClassWithInitArgs(
+        RewardModelReplica, config, device="cpu", on_node=None, public=False, asleep=asleep, secret="s"
+    )
     return LocalWorkerGroup(packed)
 
 
@@ -29,11 +33,11 @@ def replica(classifier_folder: Path) -> Iterator[LocalWorkerGroup[RewardModelRep
 
 def test_it_serves_at_its_address_and_sleeps(replica: LocalWorkerGroup[RewardModelReplica]) -> None:
     url = replica.execute_rank_zero(RewardModelReplica.address)
-    before = score_of(ask(url, "/classify", {"input": "1+2=3"}))
+    before = score_of(ask(url, "/classify", {"input": "1+2=3"}, headers=SENT))
     replica.execute_all(RewardModelReplica.sleep)
-    assert ask(url, "/classify", {"input": "1+2=3"})[0] == 503
+    assert ask(url, "/classify", {"input": "1+2=3"}, headers=SENT)[0] == 503
     replica.execute_all(RewardModelReplica.wake_up)
-    assert score_of(ask(url, "/classify", {"input": "1+2=3"})) == before
+    assert score_of(ask(url, "/classify", {"input": "1+2=3"}, headers=SENT)) == before
 
 
 @pytest.mark.parametrize("closes_inside", [True, False])
@@ -64,9 +68,9 @@ def test_a_causal_model_judges_in_words(tiny_model: Path) -> None:
     with start(RewardModelConfig(path=str(tiny_model), kind="generative"), asleep=True) as group:
         url = group.execute_rank_zero(RewardModelReplica.address)
         body = {"messages": [{"role": "user", "content": "1+2="}], "max_tokens": 8, "seed": 1}
-        assert ask(url, "/v1/chat/completions", body)[0] == 503
+        assert ask(url, "/v1/chat/completions", body, headers=SENT)[0] == 503
         group.execute_all(RewardModelReplica.wake_up)
-        status, reply = ask(url, "/v1/chat/completions", body)
+        status, reply = ask(url, "/v1/chat/completions", body, headers=SENT)
         assert status == 200
         assert reply["usage"]["completion_tokens"] <= 8
 
@@ -85,7 +89,9 @@ def test_a_model_larger_than_the_machine_is_refused_before_it_is_loaded(tmp_path
 
 def test_the_life_of_a_placed_replica(classifier_folder: Path) -> None:
     config = RewardModelConfig(path=str(classifier_folder))
-    packed = RayClassWithInitArgs(RewardModelReplica, config, device="cpu", on_node=None, public=False, asleep=True)
+    packed = RayClassWithInitArgs(
+        RewardModelReplica, config, device="cpu", on_node=None, public=False, asleep=True, secret="s"
+    )
 
     async def test() -> None:
         replica = await PlacedReplica.start(3, None, packed, timeout_s=60.0)

@@ -51,6 +51,7 @@ class FakeServer:
     faults: list[str] = field(default_factory=list)  # for the next completions: 500 | hang | break | 400 | cut | error
     requests: list[dict[str, Any]] = field(default_factory=list)
     calls: list[tuple[str, Any]] = field(default_factory=list)
+    router_tokens: set[str | None] = field(default_factory=set)  # that requests carried
     num_left: int = 0  # requests whose clients went away
     port: int = 0  # a free one; entered again after it was left, it is at the same address
 
@@ -86,6 +87,7 @@ class FakeServer:
 
     @web.middleware
     async def _check_token(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        self.router_tokens.add(request.headers.get("x-practicum-token"))
         if self.token is not None and request.headers.get("Authorization") != f"Bearer {self.token}":
             return web.json_response({"error": "no such token"}, status=401)
         answer: web.StreamResponse = await handler(request)

@@ -162,12 +162,16 @@ def test_requests_go_to_the_servers_in_turn_or_all_to_the_router(tiny_model: Pat
         written(engine, *(ask(seed) for seed in range(6)))
         assert [len(one.requests), len(other.requests)] == [3, 3]
         run(engine.close())
-        engine = OpenAIRollout([one.url, other.url], model_path=str(tiny_model), router=router.url)
+        engine = OpenAIRollout(
+            [one.url, other.url], model_path=str(tiny_model), router=router.url, router_token="secret"
+        )
         run(engine.resume())
         for server in (one, other):
             server.requests.clear()
         written(engine, *(ask(seed) for seed in range(6)))
         assert [len(one.requests), len(other.requests), len(router.requests)] == [0, 0, 6]
+        assert router.router_tokens == {"secret"}
+        assert one.router_tokens == other.router_tokens == {None}
         run(engine.close())
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -19,6 +20,14 @@ class Shards(Worker):
         model = load_model(model_path)
         self.root = LogProbModel(model)
         shard(self.root, model, join_ranks(self.context, torch.device("cpu"), 60.0), torch.float32)
+
+    def meets_at(self) -> set[str]:
+        """The addresses at which this process listens for the ranks to meet."""
+        places = [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        return {place.ip for place in places if place.port == self.context.master_port}
+
+    def address(self) -> str:
+        return self.context.master_address
 
     def sizes(self) -> tuple[int, int]:
         held = sum(parameter.to_local().numel() for parameter in self.root.parameters())  # type: ignore[attr-defined]
@@ -37,6 +46,7 @@ def test_two_ranks_hold_half_each_and_give_the_whole_back(tiny_model: Path, ray_
             for held, total in group.execute_all(Shards.sizes):
                 assert held == pytest.approx(total / 2, rel=0.05)
             assert group.execute_all(Shards.gathered_equals_plain) == [True, True]
+            assert group.execute_all(Shards.meets_at) == [{group.execute_rank_zero(Shards.address)}, set()]
         finally:
             group.shutdown()
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -109,10 +110,31 @@ def test_one_engine_too_many(threads: ThreadPoolExecutor) -> None:
     sender = make()
     ticket = sender.invite(1)
     sending = threads.submit(sender.send, 1, random_tensors(1))
-    copied(ticket.read(30.0))
-    sending.result(30)
+    reading = ticket.read(30.0)
+    first = dict([next(reading)])
     with pytest.raises(RolloutError, match="all 1 receivers that were invited had come"):
         copied(ticket.read(30.0))
+    assert_same(first | copied(reading), random_tensors(1))
+    sending.result(30)
+    with pytest.raises(RolloutError, match="cannot be reached"):
+        copied(ticket.read(30.0))
+
+
+def listening() -> set[tuple[str, int]]:
+    connections = psutil.Process().net_connections("tcp")
+    return {tuple(one.laddr) for one in connections if one.status == psutil.CONN_LISTEN}
+
+
+def test_the_store_listens_at_one_address_and_only_while_a_version_is_on_its_way(threads: ThreadPoolExecutor) -> None:
+    before = listening()
+    sender = make()
+    assert listening() == before
+    ticket = sender.invite(1)
+    assert listening() - before == {("127.0.0.1", ticket.port)}
+    sending = threads.submit(sender.send, 1, random_tensors(1))
+    assert_same(copied(ticket.read(30.0)), random_tensors(1))
+    sending.result(30)
+    assert ("127.0.0.1", ticket.port) not in listening()
 
 
 def test_an_engine_that_takes_too_long(threads: ThreadPoolExecutor) -> None:

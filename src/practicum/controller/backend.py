@@ -16,6 +16,7 @@ from practicum.controller.pool import RayResourcePool, bundle_of
 from practicum.controller.ray_group import RayWorkerGroup
 from practicum.controller.worker import RayClassWithInitArgs, Worker
 from practicum.errors import ResourceError
+from practicum.secret import new_secret
 
 W = TypeVar("W", bound=Worker)
 
@@ -26,6 +27,8 @@ class Controller:
     def __init__(self, pool: RayResourcePool | None, start_timeout_s: float, call_timeout_s: float) -> None:
         self.pool = pool
         self.world_size = 1 if pool is None else pool.world_size
+        self.secret = new_secret()
+        """Of the run: its servers answer those who send it."""
         self.uses_gpu = pool is not None and pool.use_gpu
         self._start_timeout_s = start_timeout_s
         self.call_timeout_s = call_timeout_s

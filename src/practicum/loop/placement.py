@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -230,9 +229,15 @@ async def _with_router(
     more: dict[str, Any] = {"exchange_dir": str(Path(config.trainer.run_dir).resolve())}
     servers = [server_address(server) for server in config.rollout.openai.servers]
     if len(servers) > 1:
-        timeout_s, token = config.controller.call_timeout_s, secrets.token_urlsafe()
+        timeout_s, token = config.controller.call_timeout_s, controller.secret
         router = Router(
-            servers, host=controller.address, wait_timeout_s=timeout_s, response_timeout_s=timeout_s, token=token
+            servers,
+            host=controller.address,
+            wait_timeout_s=timeout_s,
+            response_timeout_s=timeout_s,
+            token=token,
+            token_for="all",
+            paths=("/v1/completions",),
         )
         running = await router.start_process_async()
         stack.push_async_callback(asyncio.to_thread, running.stop)

@@ -27,6 +27,7 @@ from practicum.reward.report import Progress
 from practicum.reward.router import Router
 from practicum.reward.rubric import Rubric
 from practicum.reward.worker import RewardLoopWorker, RewardSettings
+from practicum.secret import headers_for
 
 # Out at a time: one batch that is computed and one that waits behind it.
 _QUESTIONS_PER_SERVER = 64
@@ -58,22 +59,29 @@ async def open_reward_centre(
         targets: dict[str, Target] = {}
         if config.model is not None:
             pool = await stack.enter_async_context(_places(config.model, controller))
-            models = await stack.enter_async_context(RewardModelManager(config.model, pool))
+            models = await stack.enter_async_context(RewardModelManager(config.model, pool, secret=controller.secret))
             # It waits for its turn, is tried by up to three replicas, each for so long: then something is wrong.
             timeout_s = (_MOST_ATTEMPTS + 1) * config.model.request_timeout_s
-            targets[OWN_MODEL] = Target(models.url, _window(models.num_replicas, controller), timeout_s)
+            window = _window(models.num_replicas, controller)
+            targets[OWN_MODEL] = Target(models.url, window, timeout_s, models.headers)
         for servers in sorted({grader.servers for grader in rubric.asks if grader.servers}):
             router = Router(
-                servers, host=controller.address, wait_timeout_s=config.timeout_s, response_timeout_s=config.timeout_s
+                servers,
+                host=controller.address,
+                wait_timeout_s=config.timeout_s,
+                response_timeout_s=config.timeout_s,
+                token=controller.secret,
+                token_for="all",
             )
             running = await router.start_process_async()
             stack.push_async_callback(asyncio.to_thread, running.stop)
             window = config.limits.concurrency or _window(len(servers), controller)
             # Each attempt has its time; a server that hangs is not the last to be asked.
-            targets[" ".join(servers)] = Target(running.url, window, _MOST_ATTEMPTS * config.timeout_s)
+            timeout_s, headers = _MOST_ATTEMPTS * config.timeout_s, headers_for(controller.secret, server=False)
+            targets[" ".join(servers)] = Target(running.url, window, timeout_s, headers)
         keeper = None
         if config.limits.are_set:
-            keeper = await stack.enter_async_context(LimitKeeper(config.limits, controller.address))
+            keeper = await stack.enter_async_context(LimitKeeper(config.limits, controller.secret, controller.address))
         num_processes = config.processes or _num_cores(controller)
         settings = RewardSettings(
             rubric,
@@ -83,6 +91,7 @@ async def open_reward_centre(
             num_coroutines=config.limits.concurrency or _MOST_COROUTINES,
             targets=targets,
             limits_at=None if keeper is None else keeper.address,
+            secret=controller.secret,
             cache_folder=None if config.cache.folder is None else str(Path(config.cache.folder).resolve()),
             cache_version=_cache_version(config),
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -32,6 +32,8 @@ class Target:
     """Questions one worker may have out: enough to keep everybody busy, so few that none of them waits for long."""
     timeout_s: float
     """From when a question goes out."""
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """What the router in front wants to see."""
 
 
 class AskFailed(Exception):
@@ -60,8 +62,10 @@ class RewardClient:
     ) -> Any:
         """Return the JSON answer of `target`. Raises `AskFailed`."""
         url = self.targets[target].address + path
+        headers = {**(headers or {}), **self.targets[target].headers}
         try:
-            async with self._session.post(url, json=body, headers=headers) as reply:
+            # A redirection would lead past the router, and take its headers along.
+            async with self._session.post(url, json=body, headers=headers, allow_redirects=False) as reply:
                 data = await reply.read()
                 status = reply.status
         except (aiohttp.ClientError, OSError) as error:

@@ -3,20 +3,22 @@
     worker ── ask(tokens) ──▶ LimitKeeper (in the driver) ── grant, in the order of the requests ──▶ worker
            ── done(tokens) ─▶
 
-A worker keeps one connection. When it breaks, whatever the worker held is free again. Where only the number at a time
-is limited, a grant holds for a while: until then the worker may pass it on to the next of its own requests that wait,
-which saves the way to the keeper and back between the two.
+A worker keeps one connection, and begins it with the secret of the run: who does not is sent away. When it breaks,
+whatever the worker held is free again. Where only the number at a time is limited, a grant holds for a while: until
+then the worker may pass it on to the next of its own requests that wait, which saves the way to the keeper and back
+between the two.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import itertools
 import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, cast
@@ -30,6 +32,8 @@ _ASK, _DONE = 1, 2
 _GRANT = struct.Struct("!Qd")  # number of the request, seconds for which the grant may be passed on
 _PASSED_ON_S = 0.25  # others wait too
 _CONNECT_S = 10.0
+_GREETING_S = 5.0  # in which a connection must have said the secret
+_MOST_STRANGERS = 200  # connections that have not: more than are accepted at once, so that none of ours is among them
 _ENOUGH_BYTES = 16 * _FRAME.size
 
 Holder = tuple[int, int]  # who asks, and the number of its request
@@ -116,12 +120,15 @@ class LimitBook:
 
 
 class LimitKeeper:
-    """Grants requests of the workers that connect to `address`. An async context manager, on one event loop."""
+    """Grants requests of the workers that connect to `address` and know the secret. An async context manager, on one
+    event loop."""
 
-    def __init__(self, limits: LimitsConfig, host: str = "127.0.0.1") -> None:
+    def __init__(self, limits: LimitsConfig, secret: str, host: str = "127.0.0.1") -> None:
         self._book = LimitBook(limits)
         is_by_minute = limits.requests_per_minute is not None or limits.tokens_per_minute is not None
         self._passed_on_s = 0.0 if is_by_minute else _PASSED_ON_S
+        self._greeting = _greeting(secret)
+        self._strangers: dict[int, _Connection] = {}  # that have not said the secret yet, oldest first
         self._connections: dict[int, _Connection] = {}  # by the number of the worker
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
@@ -139,22 +146,34 @@ class LimitKeeper:
 
     async def __aexit__(self, *error: object) -> None:
         self._server.close()
-        for connection in self._connections.values():
-            with suppress(AttributeError):  # accepted just now, it has no transport yet
-                connection.transport.abort()
+        for connection in [*self._connections.values(), *self._strangers.values()]:
+            connection.abort()
         if self._timer is not None:
             self._timer.cancel()
 
     def _accept(self) -> _Connection:
         who = next(self._numbers)
-        connection = _Connection(_FRAME, partial(self._received, who), partial(self._lost, who))
-        self._connections[who] = connection
-        return connection
+        stranger = _Connection(_FRAME, partial(self._received, who), partial(self._lost, who))
+        stranger.expect(self._greeting, partial(self._admit, who))
+        self._strangers[who] = stranger
+        if len(self._strangers) > _MOST_STRANGERS:
+            self._send_away(next(iter(self._strangers)))
+        self._loop.call_later(_GREETING_S, self._send_away, who)
+        return stranger
+
+    def _admit(self, who: int) -> None:
+        self._connections[who] = self._strangers.pop(who)
+
+    def _send_away(self, who: int) -> None:
+        stranger = self._strangers.pop(who, None)
+        if stranger is not None:
+            stranger.abort()
 
     def _lost(self, who: int) -> None:
-        del self._connections[who]
-        self._book.leave(who)
-        self._grant()
+        self._strangers.pop(who, None)
+        if self._connections.pop(who, None) is not None:
+            self._book.leave(who)
+            self._grant()
 
     def _received(self, who: int, frames: Iterator[tuple[int, int, int]]) -> None:
         for what, number, tokens in frames:
@@ -173,10 +192,16 @@ class LimitKeeper:
         self._timer = None if due_s is None else self._loop.call_later(due_s, self._grant)
 
 
+def _greeting(secret: str) -> bytes:
+    """Return what a connection begins with: of one length, whatever the secret is."""
+    return hashlib.sha256(secret.encode()).digest()
+
+
 class _Connection(asyncio.Protocol):
     """Cuts what comes into whole frames."""
 
     transport: asyncio.Transport
+    _is_open = _is_aborted = False
 
     def __init__(
         self, frame: struct.Struct, on_frames: Callable[[Iterator[Any]], None], on_end: Callable[[], None]
@@ -185,12 +210,34 @@ class _Connection(asyncio.Protocol):
         self._on_frames = on_frames
         self._on_end = on_end
         self._rest = b""
+        self._greeting = b""  # that must come first
+
+    def expect(self, greeting: bytes, on_greeting: Callable[[], None]) -> None:
+        self._greeting, self._on_greeting = greeting, on_greeting
+
+    def abort(self) -> None:
+        self._is_aborted = True
+        if self._is_open:
+            self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        self._is_open = True
+        if self._is_aborted:
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         data = self._rest + data
+        if self._greeting:
+            said, rest = data[: len(self._greeting)], data[len(self._greeting) :]
+            if len(said) < len(self._greeting):
+                self._rest = data
+                return
+            if not hmac.compare_digest(said, self._greeting):
+                self.abort()
+                return
+            self._greeting, data = b"", rest
+            self._on_greeting()
         whole = len(data) - len(data) % self._frame.size
         self._rest = data[whole:]
         self._on_frames(self._frame.iter_unpack(data[:whole]))
@@ -229,7 +276,7 @@ class LimitClient:
         self._is_lost = False
 
     @classmethod
-    async def connect(cls, address: tuple[str, int]) -> Self:
+    async def connect(cls, address: tuple[str, int], secret: str) -> Self:
         client = cls()
         try:
             async with asyncio.timeout(_CONNECT_S):
@@ -237,6 +284,7 @@ class LimitClient:
         except (OSError, TimeoutError) as error:
             where = f"{address[0]}:{address[1]}"
             raise RewardError(f"the keeper of reward.limits at {where} does not answer: {error!r}.") from error
+        client.connection.transport.write(_greeting(secret))
         return client
 
     def permit(self, tokens: int) -> Permit:

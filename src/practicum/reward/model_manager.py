@@ -5,15 +5,15 @@
                                   meanwhile: one that does not answer is ended, its requests go to others
 
 The router is a process beside the driver: it takes no place of the pool, and the driver outlives every grading. Where
-the cluster has several nodes it listens at the driver's address, with a token for its control plane.
+the cluster has several nodes it listens at the driver's address. It and the replicas answer those who send the secret,
+and it passes on what graders ask, and nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Self
 
@@ -25,6 +25,7 @@ from practicum.errors import ModelError, PracticumError, RewardError, RouterErro
 from practicum.models import absolute, load_classifier_config, load_config, load_tokenizer
 from practicum.reward.replica import PlacedReplica, ReplicaMemory, RewardModelReplica
 from practicum.reward.router import Router, RouterHandle
+from practicum.secret import headers_for, new_secret
 
 log = logging.getLogger("practicum.reward")
 _DRAIN_S = 2.0
@@ -32,6 +33,8 @@ _MOST_IN_FLIGHT = 32  # requests that a replica has: a batch, and not so many th
 _CHECK_EVERY_S = 1.0
 _MOST_MISSES = 2
 _MOST_REPLACEMENTS = 2
+# What graders ask; not what puts a replica to sleep or gives it other weights.
+_PATHS = ("/classify", "/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/metrics")
 
 
 def check_reward_model(config: RewardModelConfig) -> None:
@@ -54,11 +57,20 @@ class RewardModelManager:
 
     With a pool each replica has a place of it and a process of its own; without one there is a single replica in this
     process, on `device`. Colocated replicas are asleep outside of `awake`, standalone ones never sleep.
+    Questions are answered to those who send `headers`; without a `secret` of the run it makes one of its own.
     """
 
-    def __init__(self, config: RewardModelConfig, pool: RayResourcePool | None, *, device: str = "auto") -> None:
+    def __init__(
+        self,
+        config: RewardModelConfig,
+        pool: RayResourcePool | None,
+        *,
+        device: str = "auto",
+        secret: str | None = None,
+    ) -> None:
         self._config = config = config.model_copy(update={"path": absolute(config.path)})
         check_reward_model(config)
+        self._secret = new_secret() if secret is None else secret
         self.sleeps = config.placement == "colocated"
         """Whether they are asleep outside of `awake`."""
         self.num_replicas = num_replicas(config.replicas, pool, "the reward model")
@@ -77,6 +89,11 @@ class RewardModelManager:
         return self.router.url
 
     @property
+    def headers(self) -> Mapping[str, str]:
+        """What questions must carry."""
+        return headers_for(self._secret, server=True)
+
+    @property
     def router(self) -> RouterHandle:
         """The router in front: `router.workers()`, `router.metrics()`."""
         if self._router is None:
@@ -88,7 +105,7 @@ class RewardModelManager:
         try:
             await self._start_replicas(is_spread)
             self._listed = {replica.number: replica.url for replica in self._replicas if replica.url is not None}
-            self._router = await _start_router(self._config, list(self._listed.values()), is_spread)
+            self._router = await _start_router(self._config, list(self._listed.values()), is_spread, self._secret)
             if self.sleeps:
                 await asyncio.to_thread(self._router.pause)
         except BaseException:
@@ -145,6 +162,7 @@ class RewardModelManager:
             on_node=None if pool is None else max(pool.sub_pool(range(num)).process_on_nodes),
             public=is_spread,
             asleep=self.sleeps,
+            secret=self._secret,
         )
         places = [None if pool is None else pool.sub_pool([number]) for number in range(num)]
         started = await asyncio.gather(
@@ -271,11 +289,13 @@ async def watched(
         await asyncio.gather(*tasks)  # a look, and a start, have deadlines of their own
 
 
-async def _start_router(config: RewardModelConfig, urls: Sequence[str], is_spread: bool) -> RouterHandle:
+async def _start_router(config: RewardModelConfig, urls: Sequence[str], is_spread: bool, secret: str) -> RouterHandle:
     router = Router(
         urls,
         host=host_address() if is_spread else "127.0.0.1",
-        token=secrets.token_urlsafe() if is_spread else None,
+        token=secret,
+        token_for="all",
+        paths=_PATHS,
         max_in_flight=_MOST_IN_FLIGHT,
         response_timeout_s=config.request_timeout_s,
         wait_timeout_s=config.start_timeout_s,  # as long as replicas may take to come back

@@ -54,11 +54,18 @@ class RewardModelReplica(Worker):
     """Loads the model and serves it from then on, at `address()`.
 
     `on_node` is how many replicas share a machine, and with it its memory and cores; None leaves PyTorch's threads as
-    they are. `public` listens for other machines too, and not only for this one.
+    they are. `public` listens for other machines, at this one's address. Callers must send the `secret`.
     """
 
     def __init__(
-        self, config: RewardModelConfig, *, device: str, on_node: int | None, public: bool, asleep: bool
+        self,
+        config: RewardModelConfig,
+        *,
+        device: str,
+        on_node: int | None,
+        public: bool,
+        asleep: bool,
+        secret: str,
     ) -> None:
         if on_node is not None:
             torch.set_num_threads(max(1, num_cores() // on_node))
@@ -66,7 +73,8 @@ class RewardModelReplica(Worker):
         self._timeout_s = config.start_timeout_s
         check_room(config, self._device, on_node or 1)
         self._service = _service_of(config, device)
-        self._server = ModelServer(self._service, host=host_address() if public else "127.0.0.1")
+        host = host_address() if public else "127.0.0.1"
+        self._server = ModelServer(self._service, host=host, token=secret)
         self._starts_asleep = asleep
 
     async def address(self) -> str:

@@ -59,6 +59,8 @@ class RewardSettings:
     targets: Mapping[str, Target] = field(default_factory=dict)
     """The servers that are asked over HTTP, by the names that graders have for them."""
     limits_at: tuple[str, int] | None = None
+    secret: str = field(default="", repr=False)
+    """Of the run: what the keeper of the limits wants to hear."""
     cache_folder: str | None = None
     cache_version: str = ""
 
@@ -192,7 +194,7 @@ class RewardLoopWorker(Worker):
             if settings.cache_folder is not None:
                 self._cache = ScoreCache(settings.cache_folder, settings.cache_version)
             if settings.limits_at is not None:
-                self._limits = await LimitClient.connect(settings.limits_at)
+                self._limits = await LimitClient.connect(settings.limits_at, settings.secret)
                 self._open.callback(self._limits.close)
             if self._rubric.asks:
                 self._client = RewardClient(settings.targets)

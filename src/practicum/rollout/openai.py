@@ -45,7 +45,7 @@ class OpenAIRollout(RemoteRollout):
     `model_path` is the model that is trained: its tokenizer and end-of-text tokens count. `model` is what the servers
     call it; None takes the first they list. `router` is the address of a router in front of the servers; without one
     requests go to the servers in turn. Sleep, waking up and weights go to each of them. New weights pass through
-    `exchange_dir`, a folder that the servers can read too. `router_token` is for the router's control plane; without
+    `exchange_dir`, a folder that the servers can read too. `router_token` is what the router wants to see; without
     it the router is not told who has the newest weights.
     """
 
@@ -66,13 +66,14 @@ class OpenAIRollout(RemoteRollout):
         if not servers:
             raise RolloutError("the openai engine needs the address of a server: set rollout.openai.servers.")
         self._addresses = [server_address(server) for server in servers]
-        client = CompletionsClient(api_key=api_key(api_key_env), timeout_s=timeout_s)
+        self._router = None if router is None else server_address(router)
+        tokens = {} if self._router is None or router_token is None else {self._router: router_token}
+        client = CompletionsClient(api_key=api_key(api_key_env), timeout_s=timeout_s, router_tokens=tokens)
         super().__init__(
             client, model_path=model_path, max_batch=max_batch, adapters=adapters, exchange_dir=exchange_dir
         )
         self._model = model
         self._control = None if router_token is None else CompletionsClient(api_key=router_token)
-        self._router = None if router is None else server_address(router)
         self._next = itertools.count()
         self._excluded: dict[str, str] = {}  # servers, and why
         self._probed: set[str] = set()

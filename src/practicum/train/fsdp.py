@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from practicum.controller import Worker, WorkerContext
 from practicum.errors import ModelError, ResourceError
 from practicum.models import resolve_device
+from practicum.weights.collective import open_store
 
 
 class _HasMesh(Protocol):
@@ -28,16 +30,25 @@ def join_ranks(context: WorkerContext, device: torch.device, timeout_s: float) -
         raise ResourceError("another run is open in this process: end it first (close its generator), or use Ray.")
     if device.type == "cuda":
         torch.cuda.set_device(0)  # each worker sees only its own device
-    address = {"init_method": f"tcp://{context.master_address}:{context.master_port}"}
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        # A single rank meets nobody, and needs no port that another run may have taken meanwhile.
-        **({"store": dist.HashStore()} if context.world_size == 1 else address),  # type: ignore[attr-defined]
+        store=_store(context, timeout_s),
         rank=context.rank,
         world_size=context.world_size,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
     return init_device_mesh(device.type, (context.world_size,))
+
+
+def _store(context: WorkerContext, timeout_s: float) -> Any:
+    """Return where the ranks meet. A single one meets nobody, and needs no port that another run may have taken."""
+    host, port = context.master_address, context.master_port
+    if context.world_size == 1:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    if context.rank == 0:
+        return open_store(host, timeout_s, port)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,10 @@
 
     each bucket: two numbers (bytes of its table and of its tensors) ─ table ─ tensors end to end; the last is empty
 
+The place to meet is a store of torch's, which has no secret: it listens at one address of the trainer's machine, and
+only from an invitation until that version is with all who were invited. What arrives is compared with the trainer's
+log-probs before an engine may write with it.
+
 Every version has a group of its own, beside torch's default one and apart from it: engines may come, go and be
 restarted between two versions, and one that fails spoils only the version it failed with. Making one takes milliseconds
 with gloo.
@@ -26,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from practicum.errors import ResourceError
 from practicum.weights.channel import (
     ChannelSettings,
     Deadline,
@@ -43,6 +48,7 @@ _POLL_S = 0.0002
 # A group gives up by itself, so much later than those that wait for it. NCCL's takes the whole process with it.
 _GLOO_GRACE_S, _NCCL_GRACE_S = 0.3, 600.0
 _CALL_OFF_S = 10.0
+_BACKLOG = 2048  # ranks that may come at once
 _NEARLY_S = 0.1  # gloo counts in milliseconds, and rounds down
 
 
@@ -64,8 +70,8 @@ class CollectiveTicket(Ticket):
                 store.set(self.key("over"), "")
         except RuntimeError as error:
             raise self.failure(
-                f"the trainer at {self.host}:{self.port} cannot be reached ({_first_line(error)}). Is it alive, "
-                "and is that its address as this machine knows it?"
+                f"the trainer at {self.host}:{self.port} cannot be reached ({_first_line(error)}). Is it alive, is "
+                "that its address as this machine knows it, and has it not sent this version to all it invited?"
             ) from error
         if rank > self.num_receivers:
             raise self.failure(
@@ -93,14 +99,15 @@ class CollectiveTicket(Ticket):
 class CollectiveSender(Sender):
     def __init__(self, settings: ChannelSettings) -> None:
         super().__init__(settings)
-        timeout = datetime.timedelta(seconds=settings.timeout_s)
-        self._store: Any = TCPStore(settings.host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        self._store: Any = None  # while there is an invitation
         self._invited: CollectiveTicket | None = None
         self._num_invitations = 0
 
     def invite(self, version: int, num_receivers: int | None = None) -> CollectiveTicket:
         num = self.settings.num_receivers if num_receivers is None else num_receivers
         self._num_invitations += 1
+        if self._store is None:
+            self._store = open_store(self.settings.host, self.settings.timeout_s)
         place = (self.settings.host, self._store.port, self._num_invitations)
         self._invited = CollectiveTicket(version, *place, num, self.settings.backend)
         return self._invited
@@ -118,10 +125,27 @@ class CollectiveSender(Sender):
                 group.send(table, memory)
             group.end()
             group.meet()
+        self.close()
         return ticket
 
     def close(self) -> None:
         self._store = None
+
+
+def open_store(host: str, timeout_s: float, port: int = 0) -> TCPStore:
+    """Return a store that listens at this address only: left to itself, torch listens at all of the machine's."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ResourceError(
+            f"cannot listen at {host}, port {port}: {error}. Is it an address of this machine?"
+        ) from None
+    port = listener.getsockname()[1]
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
 
 
 class _Group:

@@ -158,6 +158,6 @@ def test_refusals_are_quick_and_leave_nothing_behind(pair: Pair) -> None:
 
 
 def test_the_corpus_is_as_large_as_it_should_be() -> None:
-    assert len({case.raw for case in HEADS} | {case.head + case.good + case.bad for case in BODIES}) >= 500
+    assert len({case.raw for case in HEADS} | {case.head + case.good + case.bad for case in BODIES}) >= 750
     for cases in (HEADS, BODIES, TRUNCATED, CHOICES):
         assert len({case.name for case in cases}) == len(cases)

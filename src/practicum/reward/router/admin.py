@@ -10,7 +10,6 @@ The page and /health are open to all; the rest wants the bearer token or, where 
 
 from __future__ import annotations
 
-import hmac
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +26,7 @@ from practicum.errors import RouterError
 from practicum.reward.router.dispatcher import BOUNDS_S, Dispatcher
 from practicum.reward.router.http1 import RequestHead, error_response, response
 from practicum.reward.router.pool import Upstream
+from practicum.secret import is_bearer
 
 PREFIX = "/router"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -106,7 +106,7 @@ class Metrics:
 class Admin:
     def __init__(self, dispatcher: Dispatcher, token: str | None, prefix: str = PREFIX) -> None:
         self._dispatcher = dispatcher
-        self._token = token.encode() if token is not None else None
+        self._token = token
         self._prefix = prefix
         self._metrics = Metrics(dispatcher)
         self._calls: dict[tuple[str, str], Callable[[Mapping[str, Any]], Any]] = {
@@ -157,8 +157,7 @@ class Admin:
             if not _is_loopback(peer) or head.origin is not None or not _LOCAL_HOST.fullmatch(head.host or b""):
                 raise Refused(403, "no_token", "without a token the control plane serves callers on its machine only.")
             return
-        scheme, _, given = (head.authorization or b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._token):
+        if not is_bearer(head.authorization, self._token):
             raise Refused(401, "wrong_token", "send the router's token as `Authorization: Bearer TOKEN`.")
 
     def _health(self, close: bool) -> bytes:

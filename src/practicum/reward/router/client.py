@@ -27,7 +27,11 @@ MAX_ADMIN_BYTES = 64 * 1024
 # How long a client may keep a connection without a request, and how long it has to close one after the last response.
 IDLE_TIMEOUT_S = 600.0
 LINGER_S = 2.0
-_CODES = {408: "client_timeout", 413: "too_long", 431: "too_long", 501: "not_supported", 505: "not_supported"}
+_CROWDED_IDLE_S = 5.0  # while others wait to be accepted
+_CODES = {
+    401: "wrong_token", 404: "unknown_path", 408: "client_timeout", 413: "too_long", 431: "too_long",
+    501: "not_supported", 505: "not_supported",
+}  # fmt: skip
 
 
 class ClientConnection(asyncio.Protocol):
@@ -44,7 +48,8 @@ class ClientConnection(asyncio.Protocol):
         self._taking = False
         self._reading = True
         self.can_write = True  # False: the client does not take what is written to it
-        self.touched = time.monotonic()
+        self.touched = self._began = time.monotonic()  # and when the first byte of the request under way came
+        self._paused_at = 0.0
 
     # Called by the event loop
 
@@ -59,12 +64,14 @@ class ClientConnection(asyncio.Protocol):
         self.touched = time.monotonic()
         if self._buffer:
             data, self._buffer = self._buffer + data, b""
+        elif self._body is None:
+            self._began = self.touched
         self._take(data)
 
     # `eof_received` is asyncio's: a client that has hung up is not waiting for a response; the connection is closed.
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._dispatcher.clients.discard(self)
+        self._dispatcher.client_left(self)
         request, self._request = self._request, None
         if request is not None:
             request.abandon()
@@ -117,6 +124,10 @@ class ClientConnection(asyncio.Protocol):
         except BadMessage as error:
             self._refuse_bytes(error)
             return b""
+        is_admin = self._admin is not None and self._admin.serves(head.target)
+        if not is_admin and (refusal := self._dispatcher.refusal(head)) is not None:
+            self._refuse_bytes(refusal)
+            return b""
         length = head.framing.length  # 0 when chunked: a stream is forwarded as it comes
         wanted = length if length <= GATHERED_BYTES else GATHERED_BYTES
         if head.expects_continue:
@@ -127,9 +138,7 @@ class ClientConnection(asyncio.Protocol):
             return b""
         self._needed = 0
         self._head = head
-        if self._admin is not None and self._admin.serves(head.target):
-            return self._ask_admin(head, data)
-        return self._ask_worker(head, data)
+        return self._ask_admin(head, data) if is_admin else self._ask_worker(head, data)
 
     def _ask_worker(self, head: RequestHead, data: bytes) -> bytes:
         size = head.size
@@ -178,25 +187,25 @@ class ClientConnection(asyncio.Protocol):
             self._buffer, self._needed = data, head.size + length
             return b""
         peer = self._transport.get_extra_info("peername")
-        close = not head.keep_alive or self._dispatcher.draining
+        close = not head.keep_alive or self._dispatcher.hangs_up
         self._write_own(head, self._admin.respond(head, data[head.size : head.size + length], peer, close=close))
         if close:
             self._hang_up()
         return data[head.size + length :]
 
     def _refuse_bytes(self, error: BadMessage) -> None:
-        """Answer that the bytes are no request, and read nothing more."""
+        """Answer that the bytes are no request, or none for here, and read nothing more."""
         request, self._request = self._request, None
         answered = self._body is not None and request is None
         self._body = None
-        self._dispatcher.stats.refusals["bad_request"] += 1
+        code = _CODES.get(error.status, "bad_request")
+        self._dispatcher.stats.refusals[code] += 1
         if request is not None:
             request.abandon()
             if request.begun:
                 self.cut()
                 return
         if not answered:  # a worker may have answered before the whole request had come
-            code = _CODES.get(error.status, "bad_request")
             self.write(error_response(error.status, code, f"{error.reason}.", close=True))
         self._hang_up()
 
@@ -209,9 +218,12 @@ class ClientConnection(asyncio.Protocol):
         """Read more of the request, or wait."""
         if can_read != self._reading and not self._transport.is_closing():
             self._reading = can_read
+            now = time.monotonic()
             if can_read:
+                self._began += now - self._paused_at  # it was not the client that took so long
                 self._transport.resume_reading()
             else:
+                self._paused_at = now
                 self._transport.pause_reading()
 
     def finished(self, *, close: bool) -> None:
@@ -232,7 +244,7 @@ class ClientConnection(asyncio.Protocol):
     def refuse(self, status: int, code: str, reason: str) -> None:
         """Answer with an error of the router's own."""
         assert self._head is not None
-        close = not self._head.keep_alive or self._dispatcher.draining
+        close = not self._head.keep_alive or self._dispatcher.hangs_up
         text = error_response(status, code, reason if reason.endswith(".") else f"{reason}.", close=close)
         self._write_own(self._head, text)
         self.finished(close=close)
@@ -241,14 +253,18 @@ class ClientConnection(asyncio.Protocol):
 
     def tick(self, now: float) -> None:
         """Close it when the client has been silent for too long."""
-        silent_s, timeout_s = now - self.touched, self._dispatcher.settings.client_timeout_s
+        settings = self._dispatcher.settings
+        silent_s, timeout_s = now - self.touched, settings.client_timeout_s
         if self._lingering:
             if silent_s > (timeout_s if self._transport.get_write_buffer_size() else LINGER_S):
                 self._transport.abort()
         elif (self._body is not None and self._reading) or (self._buffer and self._request is None):
             if silent_s > timeout_s:
                 self._refuse_bytes(BadMessage(408, f"nothing came for {timeout_s:g} s in the middle of a request"))
-        elif self._request is None and silent_s > IDLE_TIMEOUT_S:
+            elif now - self._began > settings.request_timeout_s:
+                reason = f"the request had not come in full after {settings.request_timeout_s:g} s"
+                self._refuse_bytes(BadMessage(408, reason))
+        elif self._request is None and silent_s > (_CROWDED_IDLE_S if self._dispatcher.is_crowded else IDLE_TIMEOUT_S):
             self._transport.close()
 
     def close_if_idle(self) -> None:
@@ -266,6 +282,7 @@ class ClientConnection(asyncio.Protocol):
         """Read what came behind the last request."""
         if not self._reading:
             self.read_on(True)
+        self._began = time.monotonic()
         if self._buffer and not self._taking:
             # Not from here: many pipelined requests that are refused at once would recurse once for each.
             asyncio.get_running_loop().call_soon(self._go_on)

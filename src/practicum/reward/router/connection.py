@@ -9,6 +9,7 @@ It works for a `ResponseHandler`: the proxied request of a client, or a probe. I
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from practicum.reward.router.pool import Upstream
 
 # Bytes that may wait to be written before the other side is asked to pause.
 MAX_UNSENT = 256 * 1024
+# What this process has run out of, and no fault of a worker.
+_OWN_LACK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +29,11 @@ class Failure:
     """Why a worker's response did not come, or not to its end.
 
     refused: no connection; stale: a connection used before was closed before a byte of the response; broken: closed or
-    reset on the way; bad: not HTTP; timeout: silent for too long; full: it is busy, and takes no connection.
+    reset on the way; bad: not HTTP; timeout: silent for too long; full: it is busy, and takes no connection; lack: this
+    router could not open a connection, whatever the worker does.
     """
 
-    kind: Literal["refused", "full", "stale", "broken", "bad", "timeout"]
+    kind: Literal["refused", "full", "stale", "broken", "bad", "timeout", "lack"]
     reason: str
 
 
@@ -130,7 +134,9 @@ class WorkerConnection(asyncio.Protocol):
             await asyncio.get_running_loop().create_connection(lambda: self, host, port, ssl=self.upstream.tls)
         except (OSError, UnicodeError) as error:  # UnicodeError: not the name of a host
             self._opening = None
-            self.fail(Failure("refused", f"no connection: {getattr(error, 'strerror', None) or error}"))
+            is_own = isinstance(error, OSError) and error.errno in _OWN_LACK
+            reason = f"no connection: {getattr(error, 'strerror', None) or error}"
+            self.fail(Failure("lack" if is_own else "refused", reason))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # it is one, for TCP
         self._opening = None

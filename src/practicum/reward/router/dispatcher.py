@@ -8,19 +8,29 @@ tick: silent workers, stragglers to hedge, requests that have waited too long, p
 from __future__ import annotations
 
 import math
+import sys
 import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from practicum.reward.router.connection import Failure, WorkerConnection
 from practicum.reward.router.estimate import CostModel
 from practicum.reward.router.health import Health
-from practicum.reward.router.http1 import NUM_PRIORITIES, HeadCache, RequestParser, parse_response
+from practicum.reward.router.http1 import (
+    NUM_PRIORITIES,
+    BadMessage,
+    HeadCache,
+    RequestHead,
+    RequestParser,
+    parse_response,
+)
 from practicum.reward.router.policy import POLICIES
 from practicum.reward.router.pool import State, Upstream, UpstreamPool
 from practicum.reward.router.request import ProxiedRequest
 from practicum.reward.router.settings import RouterSettings
+from practicum.secret import TOKEN_HEADER, is_secret
 
 if TYPE_CHECKING:
     from practicum.reward.router.client import ClientConnection
@@ -154,6 +164,10 @@ class Dispatcher:
         self.clients: set[ClientConnection] = set()
         self.parse_request = HeadCache(RequestParser(settings.session_header))
         self.draining = False
+        self.is_crowded = False  # clients wait to be accepted
+        self.most_connections = sys.maxsize  # to workers
+        self.on_room: Callable[[], None] = lambda: None  # a client has gone
+        self._paths = frozenset(path.encode() for path in settings.paths)
         self._parse_response = HeadCache(parse_response)
         self._queue: WaitQueue[ProxiedRequest] = WaitQueue(settings.max_waiting)
         self._latencies = Quantile() if settings.hedge_quantile is not None else None
@@ -169,7 +183,27 @@ class Dispatcher:
     def num_unfinished(self) -> int:
         return self.pool.num_in_flight + self._queue.num
 
+    @property
+    def hangs_up(self) -> bool:
+        """Whether a client's connection is closed after a response: it may come again, behind those that wait."""
+        return self.draining or self.is_crowded
+
+    def refusal(self, head: RequestHead) -> BadMessage | None:
+        """Return why a request is not for the workers."""
+        settings = self.settings
+        if settings.token_for == "all" and not is_secret(head.token or b"", settings.token or ""):
+            return BadMessage(401, f"send the token of this router in the header {TOKEN_HEADER}")
+        if self._paths and head.target.partition(b"?")[0] not in self._paths:
+            return BadMessage(404, f"this router passes on requests for {', '.join(settings.paths)}, and no others")
+        return None
+
+    def client_left(self, client: ClientConnection) -> None:
+        self.clients.discard(client)
+        self.on_room()
+
     def connect(self, upstream: Upstream) -> WorkerConnection:
+        if self.pool.num_connections >= self.most_connections:
+            self.pool.close_an_idle_connection()
         return WorkerConnection(upstream, self._parse_response)
 
     def dispatch(self, request: ProxiedRequest) -> None:

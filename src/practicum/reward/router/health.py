@@ -19,7 +19,7 @@ from statistics import median
 
 from practicum.reward.router.connection import Failure, ResponseHandler, WorkerConnection
 from practicum.reward.router.http1 import ResponseHead
-from practicum.reward.router.pool import State, Upstream, UpstreamPool
+from practicum.reward.router.pool import NOT_PROBED, State, Upstream, UpstreamPool
 from practicum.reward.router.settings import RouterSettings
 
 log = logging.getLogger("practicum.router")
@@ -42,7 +42,8 @@ _RATE = 1.0 / 16.0  # share of the latest request in that
 
 
 class Probe(ResponseHandler):
-    """A response handler that only finds out whether the worker answers. `done` gets what is wrong, or None."""
+    """A response handler that only finds out whether the worker answers. `done` gets what is wrong, or None;
+    `NOT_PROBED` where it could not ask."""
 
     expects_no_body = False
 
@@ -65,6 +66,9 @@ class Probe(ResponseHandler):
         self._done(self._upstream, self._problem)
 
     def on_failure(self, connection: WorkerConnection, failure: Failure) -> None:
+        if failure.kind == "lack":
+            self._done(self._upstream, NOT_PROBED)
+            return
         # Many graders answer nothing else while they work. With requests in flight, only those requests' delay counts.
         busy = failure.kind == "timeout" and self._upstream.in_flight
         self._done(self._upstream, None if busy else failure.reason)
@@ -162,7 +166,7 @@ class Health:
         self._probes.pop(upstream, None)
         now = time.monotonic()
         upstream.retry_at = now
-        if upstream.draining:
+        if upstream.draining or problem is NOT_PROBED:
             upstream.retry_at = now + self._settings.probe_interval_s
             for connection in list(upstream.idle):
                 connection.close()

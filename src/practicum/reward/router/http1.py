@@ -19,6 +19,8 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 import httptools
 
+from practicum.secret import TOKEN_HEADER
+
 END = b"\r\n\r\n"
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 256
@@ -35,7 +37,8 @@ _REQUEST_LINE = re.compile(rb"[A-Z-]+ [!-~]+ HTTP/1\.[01]")
 _STATUS_LINE = re.compile(rb"HTTP/1\.[01] [1-9][0-9][0-9]( [\t -~\x80-\xff]*)?")
 _HOST = re.compile(rb"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(:[0-9]*)?")
 _NUMBER = re.compile(rb"[0-9]{1,20}(\.[0-9]{0,20})?([eE][+-]?[0-9]{1,3})?")
-_HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"upgrade"})
+_TOKEN = TOKEN_HEADER.encode()
+_HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"upgrade", _TOKEN})
 # These stay even when a Connection header names them: without them the message would mean something else.
 _NEEDED = frozenset({b"host", b"content-length", b"transfer-encoding", b"content-type", b"authorization", b"expect"})
 _READ = _HOP_BY_HOP | {b"host", b"content-length", b"transfer-encoding", b"expect", b"authorization", b"origin"}
@@ -148,6 +151,7 @@ class RequestHead(NamedTuple):
     keep_alive: bool
     expects_continue: bool
     authorization: bytes | None
+    token: bytes | None  # for this router, not for the worker
     priority: int
     cost: float | None
     session: bytes | None
@@ -269,6 +273,7 @@ class RequestParser:
             keep_alive=version == "1.1" and b"close" not in fields.tokens(b"connection"),
             expects_continue=b"100-continue" in fields.tokens(b"expect"),
             authorization=fields.first(b"authorization"),
+            token=fields.first(_TOKEN),
             priority=_priority(fields),
             cost=_cost(fields),
             session=fields.first(self._session_header),

@@ -227,6 +227,17 @@ class UpstreamPool:
             return f"full: {len(upstream.in_flight)} requests"
         return upstream.reason
 
+    @property
+    def num_connections(self) -> int:
+        return self.num_in_flight + sum(len(upstream.idle) for upstream in self)
+
+    def close_an_idle_connection(self) -> None:
+        """Close the one that has been idle for longest, if there is one."""
+        oldest = min((one.idle[0] for one in self if one.idle), key=lambda one: one.touched, default=None)
+        if oldest is not None:
+            oldest.upstream.idle.remove(oldest)
+            oldest.close()
+
     def close_connections(self) -> None:
         for upstream in [*self, *self._leaving]:
             for connection in [*upstream.idle, *upstream.in_flight]:

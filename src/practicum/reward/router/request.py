@@ -140,7 +140,7 @@ class ProxiedRequest(ResponseHandler):
         self._release(connection, connection.touched, completed=head.status < 400)
         if self._attempts:
             self._cancel_slower_ones()
-        close = not self.head.keep_alive or self._dispatcher.draining
+        close = not self.head.keep_alive or self._dispatcher.hangs_up
         if close:
             data = with_close(head.raw) + data[head.size :]
         elif len(head.raw) != head.size:
@@ -158,7 +158,7 @@ class ProxiedRequest(ResponseHandler):
         self._response = connection
         self._status = head.status
         ends_at_close = head.framing.kind == "until_close" and not self.expects_no_body
-        self._close = not self.head.keep_alive or self._dispatcher.draining or head.http_1_0 or ends_at_close
+        self._close = not self.head.keep_alive or self._dispatcher.hangs_up or head.http_1_0 or ends_at_close
         self._client.write(with_close(head.raw) if self._close else head.raw)
         if not self._client.can_write:
             connection.pause(True)
@@ -175,6 +175,10 @@ class ProxiedRequest(ResponseHandler):
     def on_failure(self, connection: WorkerConnection, failure: Failure) -> None:
         upstream = connection.upstream
         self._release(connection, time.monotonic(), completed=False)
+        if failure.kind == "lack":
+            if not self._attempts:
+                self.give_up(503, "no_descriptors", f"this router has {failure.reason}: raise its limit (ulimit -n)")
+            return
         if failure.kind == "stale" and self._kept:  # the worker may close an idle connection; that is no failure
             if self._dispatcher.pool.is_ready(upstream):
                 self.attempt(upstream, fresh=True)

@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from practicum.errors import RouterError
 
@@ -18,6 +18,7 @@ _HINTS = {
     "probe_path": "must begin with / and have no spaces",
     "session_header": "must be the name of a header",
     "token": "must be visible ASCII characters without spaces",
+    "token_for": "must be control or all",
 }
 
 
@@ -34,8 +35,12 @@ class RouterSettings(BaseModel):
     """The port to listen at; 0 takes a free one. The command line's default is 8000."""
     admin_port: int | None = Field(None, ge=0, le=65535)
     """A port of its own for the control plane. Without it the control plane is at /router of the same port."""
-    token: str | None = Field(None, pattern=r"^[!-~]+$")
+    token: str | None = Field(None, pattern=r"^[!-~]+$", repr=False)
     """What callers of the control plane must send as bearer token. Without one it serves this machine only."""
+    token_for: Literal["control", "all"] = "control"
+    """all: requests must carry the token too, in the header x-practicum-token, which is not passed on."""
+    paths: tuple[str, ...] = ()
+    """Paths that requests may have, such as /classify; others are answered 404. Without one all are passed on."""
 
     max_in_flight: int = Field(256, ge=1)
     """Requests one worker may have at a time; the others wait."""
@@ -50,6 +55,8 @@ class RouterSettings(BaseModel):
     how long a client may take none of its answer."""
     client_timeout_s: float = Field(60.0, gt=0)
     """How long a client may be silent in the middle of a request."""
+    request_timeout_s: float = Field(600.0, gt=0)
+    """How long a client may take to send a request, from its first byte to its last."""
     drain_timeout_s: float = Field(30.0, gt=0)
     """How long a stopping router waits for requests that are under way."""
 
@@ -93,6 +100,21 @@ class RouterSettings(BaseModel):
             if address in addresses[:index]:
                 raise ValueError(f"worker {workers[index]} is named twice")
         return workers
+
+    @field_validator("paths")
+    @classmethod
+    def _paths_begin_with_a_slash(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+        for path in paths:
+            if not re.fullmatch(r"/[!->@-~]*", path):
+                raise ValueError(f"path {path!r} must begin with / and have no spaces and no query")
+        return paths
+
+    @field_validator("token_for")
+    @classmethod
+    def _a_token_to_ask_for(cls, token_for: str, info: ValidationInfo) -> str:
+        if token_for == "all" and info.data.get("token") is None:
+            raise ValueError("needs a token")
+        return token_for
 
     @field_validator("policy")
     @classmethod

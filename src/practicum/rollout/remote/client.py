@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from practicum.secret import TOKEN_HEADER
+
 _CONNECT_S = 10.0
 _MOST_QUOTED = 500
 # Worth another try: too many at once, or the server (or a router's worker) in trouble.
@@ -44,10 +46,18 @@ class Transport(Protocol):
 
 
 class CompletionsClient:
-    """A client over HTTP. Servers are addresses such as http://host:8000; `timeout_s` is the time between two parts."""
+    """A client over HTTP. Servers are addresses such as http://host:8000; `timeout_s` is the time between two parts.
+    `router_tokens` are what routers want to see, by their addresses."""
 
-    def __init__(self, *, api_key: str | None = None, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 300.0,
+        router_tokens: Mapping[str, str] | None = None,
+    ) -> None:
         self.timeout_s = timeout_s
+        self._routers = {server: {TOKEN_HEADER: token} for server, token in (router_tokens or {}).items()}
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         # Connections live on one event loop: that which the session was made on.
         self._session: aiohttp.ClientSession | None = None
@@ -60,7 +70,9 @@ class CompletionsClient:
         timeout_s = timeout_s or self.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                async with self._open().request(method, server + path, json=body) as reply:
+                async with self._open().request(
+                    method, server + path, json=body, headers=self._routers.get(server)
+                ) as reply:
                     data = await reply.read()
         except TimeoutError:
             raise ServerFailure(server, f"did not answer {path} within {timeout_s:g} s", is_transient=True) from None
@@ -76,7 +88,8 @@ class CompletionsClient:
         is_whole = False
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
-                async with self._open().post(server + path, json={**body, "stream": True}) as reply:
+                headers = self._routers.get(server)
+                async with self._open().post(server + path, json={**body, "stream": True}, headers=headers) as reply:
                     if reply.status != 200:
                         _check(server, path, reply.status, await reply.read())
                     async for line in _lines(reply.content):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hmac
 import logging
 import os
 import signal
@@ -36,6 +35,7 @@ from practicum.rollout.server.errors import (
 )
 from practicum.rollout.server.metrics import Metrics
 from practicum.rollout.server.service import Service, held
+from practicum.secret import is_bearer
 
 log = logging.getLogger("practicum.server")
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/classify", "/update_weights", "/log_probs")
@@ -54,7 +54,7 @@ class ModelServer:
         self._host = host
         self._port = port
         self._service = service
-        self._token = None if token is None else token.encode()
+        self._token = token
         self._lets_in = True
         self._is_ending = self._is_closed = False
         self._num_open = 0
@@ -205,11 +205,8 @@ class ModelServer:
     def _check_token(self, request: web.Request) -> None:
         if self._token is None or request.path in _OPEN_TO_ALL:
             return
-        kind, _, sent = request.headers.get("Authorization", "").partition(" ")
-        # Compared in a time that is the same however much of it is right.
-        if kind.lower() != "bearer" or not hmac.compare_digest(
-            sent.strip().encode(errors="surrogateescape"), self._token
-        ):
+        sent = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not is_bearer(sent, self._token):
             raise Unauthorized("send this server's token: Authorization: Bearer ...")
 
     @web.middleware

@@ -46,7 +46,7 @@ def test_it_is_closed_wherever_its_loop_is(classifier_folder: Path, closes_insid
 
     async def main() -> str:
         url = await group.execute_rank_zero_async(RewardModelReplica.address)
-        score_of(await asyncio.to_thread(ask, url, "/classify", {"input": "1+2=3"}))
+        score_of(await asyncio.to_thread(ask, url, "/classify", {"input": "1+2=3"}, headers=SENT))
         if closes_inside:
             await asyncio.to_thread(group.shutdown)
         return url

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from practicum.reward.router.client import ClientConnection
@@ -59,9 +60,10 @@ def spoilt(draw: st.DrawFn, messages: st.SearchStrategy[bytes]) -> bytes:
     """Messages in a row in which bytes are left out and pieces put in."""
     stream = b"".join(draw(st.lists(messages, min_size=1, max_size=3)))
     for _ in range(draw(st.integers(0, 4))):
-        at = draw(st.integers(0, min(len(stream), 600)))
+        lines = [found.end() for found in re.finditer(rb"\r\n", stream[:600])]
+        at = draw(st.sampled_from(lines) | st.integers(0, min(len(stream), 600)))
         piece = draw(st.sampled_from(PIECES) | st.binary(max_size=4))
-        stream = stream[:at] + piece + stream[at + draw(st.integers(0, 3)) :]
+        stream = stream[:at] + piece + stream[at + draw(st.sampled_from([0, 0, 0, 1, 2, 3])) :]
     return stream
 
 
@@ -183,6 +185,7 @@ def readable(part: bytes) -> None:
 
 @fuzzed
 @given(spoilt(requests()), places)
+@example(b"POST / HTTP/1.1\r\nHost: a\r\nConnection: content-length\r\nContent-Length: 5\r\n\r\nhello", [])
 def test_what_is_passed_on_is_one_request_to_any_reader(stream: bytes, where: list[int]) -> None:
     whole, part, written = passed_on(cut(stream, where))
     for raw in whole:

@@ -6,13 +6,13 @@ controller_work.py times.
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from bench.controller_work import FAKES, ITEMS, NOOP, NUM_WORKERS, RAY_SETTINGS, ROWS, START, Job
+from bench.controller_work import FAKES, ITEMS, NOOP, NUM_WORKERS, RAY_SETTINGS, ROWS, START
 from bench.harness import Options, Outcome, choose_peer
 from bench.sides import OURS, Sides, Table, contest, rows_of
 from bench.turns import Plan
@@ -20,11 +20,12 @@ from bench.turns import Plan
 FAKE_SIZES = (256, 1024, 4096)
 FULL = Plan(warmup_steps=2, num_rounds=12, steps_per_turn=1, extra_rounds=24, patience_s=600)
 QUICK = Plan(warmup_steps=1, num_rounds=1, steps_per_turn=1)  # each start of verl's workers takes many seconds
-FULL_JOB = Job(num_noops=500, num_items=200, num_rows=24)
-QUICK_JOB = Job(num_noops=200, num_items=50, num_rows=8)
+# How often a step repeats each call: arguments of `take_steps`.
+FULL_JOB = {"num_noops": 500, "num_items": 200, "num_rows": 24}
+QUICK_JOB = {"num_noops": 200, "num_items": 50, "num_rows": 8}
 # Apart from the others: dozens of processes at rest slow every call of their Ray.
-FULL_GROWTH = Job(num_noops=500, larger_teams=(8, 32), fakes=FAKE_SIZES)
-QUICK_GROWTH = Job(num_noops=200, larger_teams=(4,), fakes=FAKE_SIZES)
+FULL_GROWTH = {"num_noops": 500, "larger_teams": (8, 32), "fakes": FAKE_SIZES}
+QUICK_GROWTH = {"num_noops": 200, "larger_teams": (4,), "fakes": FAKE_SIZES}
 
 FURTHER, OWN = "further worker", "own work"
 TABLE: Table = (
@@ -42,13 +43,13 @@ def run(options: Options) -> Outcome:
     peer = choose_peer(options.peer, ["verl"])
     plan, job, growth_job = (QUICK, QUICK_JOB, QUICK_GROWTH) if options.quick else (FULL, FULL_JOB, FULL_GROWTH)
     program = [sys.executable, "-m", "bench.contestants.practicum_controller"]
-    commands = {OURS: [*program, job.dump()]}
+    commands = {OURS: [*program, json.dumps(job)]}
     if peer is not None:
         # A large batch takes it many times as long as us, and it is sent in three ways.
-        peer_job = replace(job, num_rows=job.num_rows // 4)
-        commands[peer.name] = [peer.python, "-m", f"bench.peers.{peer.name}_controller", peer_job.dump()]
+        peer_job = json.dumps({**job, "num_rows": job["num_rows"] // 4})
+        commands[peer.name] = [peer.python, "-m", f"bench.peers.{peer.name}_controller", peer_job]
     sides, where = contest(commands, plan, RAY_SETTINGS)
-    growing, apart = contest({OURS: [*program, growth_job.dump()]}, plan, RAY_SETTINGS)
+    growing, apart = contest({OURS: [*program, json.dumps(growth_job)]}, plan, RAY_SETTINGS)
     where["cpu_share_of_others"] = max(where["cpu_share_of_others"], apart["cpu_share_of_others"])
     where["no_op_by_workers"] = add_growth(sides, FURTHER, growing, NOOP)
     where["no_op_by_fakes"] = add_growth(sides, OWN, growing, FAKES)

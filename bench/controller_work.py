@@ -12,13 +12,12 @@ they live. All sides import this in environments of their own; it needs NumPy, p
 
 from __future__ import annotations
 
-import json
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -40,24 +39,6 @@ RAY_SETTINGS = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_num_workers_soft_limit": "0",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """How often a step repeats each call, and on which other numbers of workers the no-op is timed.
-
-    Without batches nothing is started anew either: that is for the growth of the no-op alone.
-    """
-
-    num_noops: int
-    num_items: int = 0
-    num_rows: int = 0
-    larger_teams: Sequence[int] = ()
-    fakes: Sequence[int] = ()  # workers that live in the driver, to see what it spends on each itself
-
-    def dump(self) -> str:
-        """Return it as JSON, for `Job(**json.loads(...))` on the other side of a command line."""
-        return json.dumps(asdict(self))
 
 
 # The name of a batch, which way of sending it this is if a side has several, and the call that sends it out in shards
@@ -101,42 +82,49 @@ def start_ray() -> None:
 
 
 def take_steps(
-    line: Line, job: Job, packages: Iterable[str], sides: Mapping[str, Start],
-    pretend: Callable[[int], Callable[[], Any]] | None = None,
+    packages: Iterable[str], sides: Mapping[str, Start], pretend: Callable[[int], Callable[[], Any]] | None = None, *,
+    num_noops: int, num_items: int = 0, num_rows: int = 0, larger_teams: Iterable[int] = (), fakes: Iterable[int] = (),
 ) -> None:  # fmt: skip
-    """Be a contestant, once Ray is up. `pretend` makes the no-op of a team without processes, for the first side."""
+    """Be a contestant, which repeats each call so often in a step.
+
+    Without batches nothing is started anew either: that is for the growth of the no-op alone, which is timed on larger
+    teams too, and on fakes that live in the driver: `pretend` makes the no-op of so many, for the first side.
+    """
+    line = Line()
+    start_ray()
     teams = {side: start(NUM_WORKERS) for side, start in sides.items()}
-    standing = [(NOOP, n, {side: start(n).noop for side, start in sides.items()}) for n in job.larger_teams]
+    standing = [(NOOP, n, {side: start(n).noop for side, start in sides.items()}) for n in larger_teams]
     if pretend is not None:
-        standing += [(FAKES, n, {next(iter(sides)): pretend(n)}) for n in job.fakes]
+        standing += [(FAKES, n, {next(iter(sides)): pretend(n)}) for n in fakes]
     order = list(sides)
 
     def take_step(_: str) -> dict[str, Any]:
         began, ended_cpu_s = time.perf_counter(), 0.0
-        found = time_calls(teams, job)
+        found = timed(NOOP, {side: team.noop for side, team in teams.items()}, num_noops)
         for kind, size, noops in standing:
-            found |= timed(f"{kind}_{size}", noops, max(10, job.num_noops * NUM_WORKERS // size))
-        for side in order if job.num_rows else ():
-            found[f"{side}: {START}"], used_cpu_s = time_start(sides[side])
-            ended_cpu_s += used_cpu_s
+            found |= timed(f"{kind}_{size}", noops, max(10, num_noops * NUM_WORKERS // size))
+        if num_rows:
+            found |= time_batches(teams, {ITEMS: num_items, ROWS: num_rows})
+            for side in order:
+                found[f"{side}: {START}"], used_cpu_s = time_start(sides[side])
+                ended_cpu_s += used_cpu_s
         order.reverse()
         return step(time.perf_counter() - began, 1, ended_cpu_s=ended_cpu_s, **found)
 
     line.serve(packages, take_step)
 
 
-def time_calls(teams: Mapping[str, Team], job: Job) -> dict[str, float]:
-    """Time the no-op and each batch. Of each batch one is sent beforehand, to see that all of it comes back."""
-    found = timed(NOOP, {side: team.noop for side, team in teams.items()}, job.num_noops)
+def time_batches(teams: Mapping[str, Team], counts: Mapping[str, int]) -> dict[str, float]:
+    """Time each batch, so often. One of each is sent beforehand, to see that all of it comes back."""
+    found: dict[str, float] = {}
     # In step: a team may set itself up for a batch just before it hands it out.
-    for offers in zip(*(team.batches() for team in teams.values()), strict=True) if job.num_rows else ():
+    for offers in zip(*(team.batches() for team in teams.values()), strict=True):
         calls = {f"{side} ({way})" if way else side: call for side, (_, way, call) in zip(teams, offers, strict=True)}
         batch = offers[0][0]
-        sent, count = (items(), job.num_items) if batch == ITEMS else (rows(), job.num_rows)
         for side, call in calls.items():
-            if not np.array_equal(np.asarray(call()), sent):
+            if not np.array_equal(np.asarray(call()), items() if batch == ITEMS else rows()):
                 raise RuntimeError(f"{side}, {batch}: what came back is not what was sent")
-        found |= timed(batch, calls, count)
+        found |= timed(batch, calls, counts[batch])
     return found
 
 

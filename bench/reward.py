@@ -11,13 +11,12 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from bench.harness import Options, Outcome, choose_peer
 from bench.reward_functions import ASYNC, HOSTILE, MATH, RAISE, REPLICAS, RULE, SYNC
-from bench.reward_work import CALL_MS, CPU_MS, IDEAL, LOST, RATE, SETTINGS, SHARE, Job, Loads, math_items, rule_items
+from bench.reward_work import CALL_MS, CPU_MS, IDEAL, LOST, RATE, SETTINGS, SHARE, Loads, math_items, rule_items
 from bench.sides import OURS, Sides, Table, contest, rows_of
 from bench.turns import Plan
 
@@ -64,17 +63,13 @@ def run(options: Options) -> Outcome:
     where: dict[str, Any] = {"sizes": loads, "parts": sides}
     with tempfile.TemporaryDirectory(prefix="bench-reward-") as folder:
         commands = commands_of(options, loads, None if peer is None else peer.python, Path(folder))
-        alone = [{name: commands.pop(name)} for name in (HOSTILE, REPLICAS) if name in commands]
-        if commands:
-            write_tokenizer(Path(folder))
-            found, how = contest(commands, plan, SETTINGS)
-            sides |= found
-            where |= how
-    # Side by side they wait for their deadlines together, which is good enough for a quick run.
-    with ThreadPoolExecutor(2 if options.quick else 1) as threads:
-        for found, _ in threads.map(lambda command: contest(command, ALONE, SETTINGS), alone):
+        alone = {name: commands.pop(name) for name in (HOSTILE, REPLICAS) if name in commands}
+        write_tokenizer(Path(folder))
+        for group, its_plan in ((alone, ALONE), (commands, plan)):
+            found, how = contest(group, its_plan, SETTINGS) if group else ({}, {})
             for side, numbers in found.items():
                 sides.setdefault(side, {}).update(numbers)
+            where |= how
     return Outcome(rows_of(TABLE, sides), where)
 
 
@@ -100,7 +95,7 @@ def commands_of(
     for name, side, program, cases in programs:
         wanted = {case: loads[side][case] for case in cases if options.wants(CASES[case][0])}
         if wanted:
-            commands[name] = [*program, Job(str(tokenizer), wanted).dump()]
+            commands[name] = [*program, json.dumps(wanted), str(tokenizer)]
     return commands
 
 

@@ -1,4 +1,4 @@
-"""Ours in the `reward` benchmark: `reward_ours PROGRAM JOB`.
+"""Ours in the `reward` benchmark: `reward_ours PROGRAM LOADS TOKENIZER`.
 
 contest    a reward centre for each case, all on one pool of two workers
 bare       the math grader in a plain loop over all samples, and two such loops at once over half of them each: on cores
@@ -28,9 +28,9 @@ import numpy as np
 import psutil
 
 from bench.contestant import Line
-from bench.controller_work import start_ray
+from bench.controller_work import NUM_WORKERS, start_ray
 from bench.reward_functions import ASYNC, AT_A_TIME, HOSTILE, MATH, RAISE, REPLICAS, RULE, SYNC
-from bench.reward_work import CPU_MS, LOST, NUM_WORKERS, Batch, Item, Job, hostile_items, math_items, serve, take_steps
+from bench.reward_work import CPU_MS, LOST, Batch, Item, Loads, hostile_items, math_items, serve, take_steps
 from bench.sides import OURS
 from practicum.config import RewardConfig
 from practicum.controller import open_controller
@@ -72,16 +72,16 @@ def scores_of(groups: Sequence[PromptGroup]) -> list[Score]:
     return [score for score in scores if score is not None]
 
 
-def contest(line: Line, job: Job) -> None:
+def contest(line: Line, loads: Loads, tokenizer_path: str) -> None:
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(Path(job.tokenizer) / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(f"{tokenizer_path}/tokenizer.json")
     start_ray()
     centres = AsyncExitStack()
     with open_controller("ray", num_workers=NUM_WORKERS, use_gpu=False, max_colocate_count=len(CONFIGS)) as controller:
         managers = {
             case: run_sync(centres.enter_async_context(open_reward_centre(RewardConfig(**CONFIGS[case]), controller)))
-            for case in job.loads
+            for case in loads
         }
 
         def pack(case: str, items: list[Item]) -> Batch:
@@ -91,7 +91,7 @@ def contest(line: Line, job: Job) -> None:
             return lambda: run_sync(grade(groups)), lambda _: [score.value for score in scores_of(groups)]
 
         try:
-            take_steps(line, job, ["practicum", "ray", "math-verify"], OURS, pack)
+            take_steps(line, loads, ["practicum", "ray", "math-verify"], OURS, pack)
         finally:
             run_sync(centres.aclose())
 
@@ -99,8 +99,8 @@ def contest(line: Line, job: Job) -> None:
 # The bare grader
 
 
-def bare(line: Line, job: Job) -> None:
-    num, _ = job.loads[MATH]
+def bare(line: Line, loads: Loads, _: str) -> None:
+    num = loads[MATH][0]
     Math().prepare()
 
     def measure(seed: int) -> dict[str, float]:
@@ -135,9 +135,9 @@ MARK = "BENCH_REWARD_MARK"
 STATUSES = {"fine": "ok", "hang": "timeout"}  # of all other answers: invalid
 
 
-def hostile(line: Line, job: Job) -> None:
+def hostile(line: Line, loads: Loads, _: str) -> None:
     mark = os.environ[MARK] = uuid.uuid4().hex
-    num_samples = max(num for num, _ in job.loads.values())
+    num_samples = max(num for num, _ in loads.values())
     serve(line, ["practicum", "ray"], lambda seed: grade_hostile(hostile_items(num_samples), mark))
 
 
@@ -202,7 +202,7 @@ AFTER_SHARE = 0.1  # of a batch is graded when the faults come: all replicas are
 TOKENS = 128
 
 
-def replicas(line: Line, job: Job) -> None:
+def replicas(line: Line, loads: Loads, _: str) -> None:
     with tempfile.TemporaryDirectory(prefix="bench-reward-model-") as folder:
         write_classifier(
             Path(folder), hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
@@ -210,7 +210,7 @@ def replicas(line: Line, job: Job) -> None:
         )  # fmt: skip
         start_ray()  # more replicas than cores must fit
         packages = ["practicum", "ray", "transformers", "torch"]
-        serve(line, packages, lambda seed: grade_with_replicas(folder, job.loads[REPLICAS][0]))
+        serve(line, packages, lambda seed: grade_with_replicas(folder, loads[REPLICAS][0]))
 
 
 def write_classifier(folder: Path, dtype: str = "float32", **shape: Any) -> None:
@@ -285,4 +285,4 @@ def largest_difference(one: Sequence[Score], other: Sequence[Score]) -> float:
 PROGRAMS = {"contest": contest, "bare": bare, HOSTILE: hostile, REPLICAS: replicas}
 
 if __name__ == "__main__":
-    PROGRAMS[sys.argv[1]](Line(), Job(**json.loads(sys.argv[2])))
+    PROGRAMS[sys.argv[1]](Line(), json.loads(sys.argv[2]), sys.argv[3])

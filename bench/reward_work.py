@@ -11,19 +11,17 @@ All sides import this in environments of their own.
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from bench.contestant import Line, step
-from bench.controller_work import RAY_SETTINGS, cpu_s_by_pid
+from bench.controller_work import NUM_WORKERS, RAY_SETTINGS, cpu_s_by_pid
 from bench.reward_functions import ASYNC, AT_A_TIME, MATH, MISDEEDS, RAISE, RULE, SLEEP_S, SYNC
 
-NUM_WORKERS = 2
 CALL_MS, RATE, CPU_MS, IDEAL = "ms per call", "samples/s", "CPU ms per sample", "s / ideal s"
 SHARE = "share of two cores used"
 LOST = "samples with neither their score nor a stated failure"
@@ -126,31 +124,19 @@ MAKERS: Mapping[str, Callable[[int, int], list[Item]]] = {
 Loads = Mapping[str, Sequence[int]]  # how many samples of each case a step grades, and how often
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What a side is given to do. `tokenizer` is a folder."""
-
-    tokenizer: str
-    loads: Loads
-
-    def dump(self) -> str:
-        """Return it as JSON, for `Job(**json.loads(...))` on the other side of a command line."""
-        return json.dumps(asdict(self))
-
-
 # Samples in a side's own form: a call that grades them, which is timed, and one that reads the scores from what that
 # returned, in the order of the samples, None for a stated failure.
 Batch = tuple[Callable[[], Any], Callable[[Any], Sequence[float | None]]]
 
 
 def take_steps(
-    line: Line, job: Job, packages: Iterable[str], side: str, pack: Callable[[str, list[Item]], Batch]
+    line: Line, loads: Loads, packages: Iterable[str], side: str, pack: Callable[[str, list[Item]], Batch]
 ) -> None:
-    """Be a contestant that grades each case of its job, once its workers are up."""
+    """Be a contestant that grades samples of each case, once its workers are up."""
 
     def measure(seed: int) -> dict[str, float]:
         found = {}
-        for case, (num_samples, num_calls) in job.loads.items():
+        for case, (num_samples, num_calls) in loads.items():
             items = MAKERS[case](num_samples, seed)
             batch = pack(case, items)
             numbers = {LOST: num_lost(items, batch)} if case == RAISE else timed(case, items, batch, num_calls)

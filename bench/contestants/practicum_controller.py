@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from bench.contestant import Line
-from bench.controller_work import BARE, ITEMS, ROWS, Batches, Job, Team, items, rows, start_ray, take_steps
+from bench.controller_work import BARE, ITEMS, ROWS, Batches, Team, items, rows, take_steps
 from bench.sides import OURS
 from practicum.controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, WorkerGroup
 from practicum.controller.workers import WorkerSet, WorkerSetPlan
@@ -109,7 +108,5 @@ def noop_on_fakes(num_workers: int) -> Callable[[], Any]:
 
 
 if __name__ == "__main__":
-    line = Line()
-    start_ray()
-    job, packages = Job(**json.loads(sys.argv[1])), ["practicum", "ray", "numpy"]
-    take_steps(line, job, packages, {OURS: our_team, BARE: bare_team}, pretend=noop_on_fakes)
+    sides = {OURS: our_team, BARE: bare_team}
+    take_steps(["practicum", "ray", "numpy"], sides, noop_on_fakes, **json.loads(sys.argv[1]))

@@ -14,8 +14,7 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
-from bench.contestant import Line
-from bench.controller_work import ITEMS, ROWS, Batches, Job, Team, items, rows, start_ray, take_steps
+from bench.controller_work import ITEMS, ROWS, Batches, Team, items, rows, take_steps
 
 SERIALIZATION = "VERL_DATAPROTO_SERIALIZATION_METHOD"
 
@@ -75,7 +74,4 @@ def verl_team(num_workers: int) -> Team:
 
 
 if __name__ == "__main__":
-    line = Line()
-    start_ray()
-    packages = ["verl", "tensordict", "torch", "ray"]
-    take_steps(line, Job(**json.loads(sys.argv[1])), packages, {"verl": verl_team})
+    take_steps(["verl", "tensordict", "torch", "ray"], {"verl": verl_team}, **json.loads(sys.argv[1]))

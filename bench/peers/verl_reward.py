@@ -1,4 +1,4 @@
-"""verl in the `reward` benchmark: its RewardLoopManager, asked as its trainer asks it. `verl_reward MANAGER JOB`."""
+"""verl in the `reward` benchmark: its RewardLoopManager, asked as its trainer asks it (MANAGER LOADS TOKENIZER)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from verl.experimental.reward_loop import RewardLoopManager
 
 from bench import reward_functions
 from bench.contestant import Line
-from bench.controller_work import start_ray
-from bench.reward_work import NUM_WORKERS, Batch, Item, Job, take_steps
+from bench.controller_work import NUM_WORKERS, start_ray
+from bench.reward_work import Batch, Item, take_steps
 
 # What each manager calls, and whom it speaks for.
 MANAGERS = {"naive": ("compute_score", "verl"), "rate_limited": ("compute_score_async", "verl (rate_limited)")}
@@ -59,16 +59,16 @@ def data_of(case: str, items: Sequence[Item], ids: Sequence[Sequence[int]]) -> D
 
 def main() -> None:
     line = Line()
-    name, job = sys.argv[1], Job(**json.loads(sys.argv[2]))
-    tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
+    name, loads, tokenizer_path = sys.argv[1:]
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
     start_ray()
-    manager = RewardLoopManager(config_of(name, job.tokenizer))
+    manager = RewardLoopManager(config_of(name, tokenizer_path))
 
     def pack(case: str, items: list[Item]) -> Batch:
         data = data_of(case, items, tokenizer([item.text for item in items])["input_ids"])
         return lambda: manager.compute_rm_score(data), lambda graded: graded.batch["rm_scores"].sum(dim=-1).tolist()
 
-    take_steps(line, job, ["verl", "ray", "torch", "math-verify"], MANAGERS[name][1], pack)
+    take_steps(line, json.loads(loads), ["verl", "ray", "torch", "math-verify"], MANAGERS[name][1], pack)
 
 
 if __name__ == "__main__":

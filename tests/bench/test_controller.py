@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,11 +14,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks are not part of the installed package
 
 from bench.controller import FURTHER, OWN, TABLE, add_growth
-from bench.controller_work import Job, items, rows, time_calls, time_start, timed
+from bench.controller_work import items, rows, time_batches, time_start, timed
 from bench.sides import Sides, contest, rows_of
 from bench.turns import Plan
 
-JOB = Job(num_noops=3, num_items=2, num_rows=1, larger_teams=[8, 32], fakes=[256, 1024])
+COUNTS = {"items": 2, "rows": 1}
 OURS = {"noop": 1.0, "rows": 50.0, "items": 2.0, "start": 0.8, "noop_8": 4.0, "noop_32": 16.0}
 OURS_WITH_FAKES = {**OURS, "fakes_256": 0.256, "fakes_1024": 1.024}
 
@@ -122,20 +121,9 @@ def test_growth_is_the_slope_and_fakes_have_no_peer() -> None:
     assert list(fakes["practicum"]["ms_by_size"]) == ["256", "1024"]
 
 
-def test_a_job_survives_the_command_line() -> None:
-    assert Job(**json.loads(JOB.dump())) == JOB
-
-
-def test_calls_are_timed_by_name(stopped: Any) -> None:
-    timings = time_calls({"one": stopped(SleepingTeam)(1), "other": stopped(SleepingTeam)(1)}, JOB)
-    sides = {"one": "one (quickly)", "other": "other (quickly)"}
-    assert set(timings) == {f"{side}: {call}" for side in sides for call in ("noop", "items")} | {
-        f"{way}: rows" for way in sides.values()
-    }
-
-
-def test_a_job_without_batches_times_the_no_op_alone(stopped: Any) -> None:
-    assert list(time_calls({"us": stopped(SleepingTeam)(1)}, Job(num_noops=3))) == ["us: noop"]
+def test_batches_are_timed_by_side_and_way(stopped: Any) -> None:
+    timings = time_batches({"one": stopped(SleepingTeam)(1), "other": stopped(SleepingTeam)(1)}, COUNTS)
+    assert set(timings) == {"one: items", "other: items", "one (quickly): rows", "other (quickly): rows"}
 
 
 def test_the_parts_of_a_step_are_sorted_by_side() -> None:
@@ -160,7 +148,7 @@ def test_sides_take_turns_and_make_as_many_calls() -> None:
 
 def test_an_answer_that_differs_from_what_was_sent_is_refused(stopped: Any) -> None:
     with pytest.raises(RuntimeError, match="us, rows: what came back is not what was sent"):
-        time_calls({"us": stopped(ForgetfulTeam)(1)}, JOB)
+        time_batches({"us": stopped(ForgetfulTeam)(1)}, COUNTS)
 
 
 def test_a_start_counts_the_cpu_time_of_the_processes_that_it_ended(stopped: Any) -> None:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks a
 from bench import reward, reward_ours
 from bench.harness import Options
 from bench.reward_functions import ASYNC, HOSTILE, MATH, MISDEEDS, RAISE, REPLICAS, RULE, SYNC, compute_score
-from bench.reward_work import LOST, Batch, Item, Job, hostile_items, math_items, num_lost, rule_items, timed
+from bench.reward_work import LOST, Batch, Item, hostile_items, math_items, num_lost, rule_items, timed
 from bench.sides import Sides, rows_of
 from practicum.reward.graders.math import Math
 from practicum.types import Score
@@ -124,21 +124,12 @@ def test_quick_and_full_runs_have_the_same_cases() -> None:
 )
 def test_only_those_who_have_something_to_do_are_started(case: str, started: dict[str, list[str]]) -> None:
     commands = reward.commands_of(Options(case=case), reward.QUICK_LOADS, "python-of-verl", Path("tokenizer"))
-    assert {name: list(job_of(command).loads) for name, command in commands.items()} == started
+    assert {name: list(json.loads(command[-2])) for name, command in commands.items()} == started
 
 
 def test_without_a_peer_verl_is_not_started() -> None:
     started = list(reward.commands_of(Options(), reward.QUICK_LOADS, None, Path("tokenizer")))
     assert started == ["practicum", "practicum (functions)", "bare", "hostile", "replicas"]
-
-
-def job_of(command: list[str]) -> Job:
-    return Job(**json.loads(command[-1]))
-
-
-def test_a_job_survives_the_command_line() -> None:
-    job = Job("folder", {RULE: [64, 3]})
-    assert job_of([job.dump()]) == job
 
 
 def test_the_tokenizer_gives_back_the_words(tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ def grpo_rows(device: Device, case: str) -> list[Row]:
     plan = Plan(warmup_steps=1 if quick else 2, num_rounds=1 if quick else 3, steps_per_turn=1)
     sides = [OURS, "trl"] if device.has_peer and find_spec("trl") is not None else [OURS]
     prompts = device.folder / "prompts.jsonl"
-    write_prompts(prompts, num_words=(127, 127))
+    write_prompts(prompts, (127, 127))
     job = Job(
         str(device.model(case)), str(prompts), str(device.folder / f"{case}-run"), threads=8, device="cuda",
         dtype="bfloat16", max_prompt_tokens=256, micro_batch_tokens=MICRO_BATCH_TOKENS,

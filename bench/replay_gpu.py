@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from bench.harness import RESULTS, Row, environment, free_memory, run_parts
-from bench.models import LARGE_VOCABULARY, write_enlarged
+from bench.models import LARGE_SHAPES, write_enlarged
 from bench.replay_cost import MODES, ROLLOUT, UPDATE, UPDATES, Job, case_rows, open_side
 from bench.replay_exact import DISABLED, Learner, effect_rows, exact_rows
 from bench.turns import Step, Tally
@@ -30,10 +30,7 @@ from tests.models import save_family
 
 FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 LARGE: dict[str, Any] = {
-    "name": "1.6B",
-    "shape": {"num_hidden_layers": 16, "hidden_size": 1024, "moe_intermediate_size": 384, "num_experts": 64,
-              "num_experts_per_tok": 8, "vocab_size": LARGE_VOCABULARY, "num_attention_heads": 16,
-              "num_key_value_heads": 8, "head_dim": 128, "gates": 0.3, "experts": 1.0},
+    "name": "1.6B", "shape": {**LARGE_SHAPES["moe"], "gates": 0.3, "experts": 1.0},
     "effect": {"num_samples": 32, "prompt_tokens": (64, 192), "new_tokens": 128},
     "cost": {"num_samples": 32, "prompt_tokens": 128, "new_tokens": 128}, "num_warm": 2, "num_rounds": 5,
 }  # fmt: skip

@@ -243,7 +243,7 @@ def test_the_demo_goes_on_after_its_timed_steps(sizes: rollout.Sizes) -> None:
 
 def test_a_promise_that_is_not_kept_shows() -> None:
     counts = {"come twice after a kill": 1, "s with a kill": 4.0, "without": 2.0, "by the new weights": 153}
-    assert [(row.metric, row.ours, row.better, row.ratio) for row in rollout.promise_rows("kill", counts)] == [
+    assert [(row.metric, row.ours, row.better, row.ratio) for row in rollout.alone_rows("kill", counts)] == [
         ("come twice after a kill", 1, "lower", None),
         ("s with a kill", 4.0, "lower", 0.5),
         ("by the new weights", 153, "higher", None),

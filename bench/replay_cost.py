@@ -5,8 +5,7 @@
     cost update, 4 mini-batches   disabled against R2 and R3; here all of them compute old log-probs first
 
 With one mini-batch R2 alone computes old log-probs, for the sake of its record: a forward pass more, which is no cost
-of replay. Nothing is compared with the rollout (`compare_every=0`). The samples were written by the native engine.
-`python -m bench.replay_cost JOB MODE` is a contestant.
+of replay. The samples were written by the native engine. `python -m bench.replay_cost JOB MODE` is a contestant.
 """
 
 from __future__ import annotations
@@ -38,11 +37,7 @@ from practicum.types import PromptGroup, Sample, SamplingParams
 
 ROLLOUT, UPDATE, UPDATES = "cost rollout", "cost update, 1 mini-batch", "cost update, 4 mini-batches"
 MINI_BATCHES = {UPDATE: 1, UPDATES: 4}
-MODES: dict[str, Sequence[str]] = {
-    ROLLOUT: (DISABLED, "R3"),
-    UPDATE: (DISABLED, "R3"),
-    UPDATES: (DISABLED, "R2", "R3"),
-}
+MODES = {ROLLOUT: (DISABLED, "R3"), UPDATE: (DISABLED, "R3"), UPDATES: (DISABLED, "R2", "R3")}
 FULL = Plan(warmup_steps=2, num_rounds=20, steps_per_turn=1, extra_rounds=40, patience_s=600)
 QUICK = Plan(warmup_steps=1, num_rounds=1, steps_per_turn=1)
 
@@ -115,17 +110,14 @@ def contests(job: Job, cases: Sequence[str], plan: Plan) -> Iterator[tuple[str, 
 
 def case_rows(case: str, tallies: Mapping[str, Tally]) -> list[Row]:
     """Return what a step takes in each mode against disabled; CPU time where that was measured."""
-    found = {
-        mode: {"s a step": tally.parts()["step"], "CPU s a step": tally.cpu_s / len(tally.steps)}
-        for mode, tally in tallies.items()
-    }
-    plain = found.pop(DISABLED)
-    return [
-        Row(case, f"{mode}: {metric}", value, plain[metric], DISABLED, "lower")
-        for mode, own in found.items()
-        for metric, value in own.items()
-        if plain[metric]
-    ]
+    rows, plain = [], tallies[DISABLED]
+    for mode, own in tallies.items():
+        if mode != DISABLED:
+            rows.append(Row(case, f"{mode}: s a step", own.parts()["step"], plain.parts()["step"], DISABLED, "lower"))
+            if plain.cpu_s:
+                cpu_s, plain_cpu_s = own.cpu_s / len(own.steps), plain.cpu_s / len(plain.steps)
+                rows.append(Row(case, f"{mode}: CPU s a step", cpu_s, plain_cpu_s, DISABLED, "lower"))
+    return rows
 
 
 # A contestant: one mode of router replay

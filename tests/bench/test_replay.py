@@ -187,20 +187,20 @@ def test_memory_is_that_of_the_whole_batch() -> None:
 
 
 @pytest.mark.parametrize(("harm", "seed"), [(replay.cut_off, 3), (replay.flipped, 4)])
-def test_what_is_read_of_damaged_files_is_right_and_all_there_is(harm: Any, seed: int, tmp_path: Path) -> None:
-    crashes, wrong, lost_elsewhere, readable = replay.damaged("file", harm, 60, tmp_path, seed)
+def test_what_is_read_of_damaged_files_is_right_and_all_there_is(harm: Any, seed: int) -> None:
+    crashes, wrong, lost_elsewhere, readable = replay.damaged("file", harm, 60, seed)
     assert crashes.metric == "crashes, of 60 files"
     assert crashes.ours == wrong.ours == lost_elsewhere.ours == 0
     assert 0.3 < readable.ours < 1
 
 
-def test_what_is_wrong_with_damaged_files_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_with_damaged_files_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "num_wrong", lambda *_: 2)
     monkeypatch.setattr(replay.Recording, "record", lambda *_: (_ for _ in ()).throw(KeyError("id")))
-    crashes, *_ = replay.damaged("file", replay.flipped, 3, tmp_path)
+    crashes, *_ = replay.damaged("file", replay.flipped, 3)
     assert crashes.ours == 3
     monkeypatch.setattr(replay.Recording, "record", lambda _, id: replay.make_record(int(id.partition("-")[2])))
-    _, wrong, _, readable = replay.damaged("file", lambda whole, _: (whole, 0, 0), 3, tmp_path)
+    _, wrong, _, readable = replay.damaged("file", lambda whole, _: (whole, 0, 0), 3)
     assert (wrong.ours, readable.ours) == (3 * replay.NUM_SAMPLES * 2, 1.0)
 
 

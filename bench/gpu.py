@@ -7,8 +7,7 @@
     grpo        whole training steps through Ray against TRL, with their phases and how idle the device is
 
 A part that fails is named in the file and makes the exit code 1; the others stay. In `grpo` both sides are in the
-Python that runs this: a machine with a device seldom has the network that peers' environments are made from. They run
-one after the other, for lack of room on the device.
+Python that runs this, and run one after the other, for lack of room on the device.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def run(options: Options) -> Outcome:
     threads = 1 if options.quick else os.cpu_count() or 1
     with tempfile.TemporaryDirectory(prefix="bench-replay-") as name:
         model = write_model(Path(name) / "model", mixture_of_experts=True)
-        few = {"num_samples": 8, "prompt_tokens": 8, "new_tokens": 8} if options.quick else {}
+        few: dict[str, Any] = {"num_samples": 8, "prompt_tokens": 8, "new_tokens": 8} if options.quick else {}
         job = Job(name, str(model), threads, **few)
         if set(wanted) - {ROLLOUT}:
             job.make_samples()
@@ -104,7 +104,6 @@ def contests(job: Job, cases: Sequence[str], plan: Plan) -> Iterator[tuple[str, 
         for side in sides:
             side.ready(plan.start_s)
         for case in cases:
-            print(f"{case}:", file=sys.stderr, flush=True)
             yield case, alternate([side for side in sides if side.name in MODES[case]], plan, case)
 
 
@@ -136,11 +135,11 @@ def open_side(job: Job, mode: str) -> Iterator[Callable[[str], dict[str, Any]]]:
         @cache
         def make_actor() -> tuple[WorkerGroup[ActorWorker], list[Sample]]:
             replay = work.replay_settings(mode, Path(job.folder))
-            settings = {"threads": job.threads, "device": job.device, "compute_dtype": job.dtype, "replay": replay}
+            where: dict[str, Any] = {"device": job.device, "compute_dtype": job.dtype, "threads": job.threads}
             samples = job.read_samples()
             if mode != "R3":
                 samples = [replace(sample, routes=None) for sample in samples]
-            return stack.enter_context(work.open_actors(Path(job.model), **settings)), samples
+            return stack.enter_context(work.open_actors(Path(job.model), replay=replay, **where)), samples
 
         def take_step(case: str) -> dict[str, Any]:
             number = next(numbers)
@@ -154,9 +153,8 @@ def open_side(job: Job, mode: str) -> Iterator[Callable[[str], dict[str, Any]]]:
                     raise RuntimeError(f"{num_kept} of {len(samples)} samples have routes in mode {mode}")
             else:
                 actor, samples = make_actor()
-                batches = work.mini_batches(
-                    work.to_learn_from(samples, number), 1, MINI_BATCHES[case], job.micro_batch_tokens
-                )
+                samples = work.to_learn_from(samples, number)
+                batches = work.mini_batches(samples, 1, MINI_BATCHES[case], job.micro_batch_tokens)
                 began = time.perf_counter()
                 (stats,) = actor.map(ActorWorker.update, batches, number)
                 seconds, num_tokens = time.perf_counter() - began, sum(sample.num_tokens for sample in samples)

@@ -1,10 +1,7 @@
 """`python -m bench.replay_gpu`: router replay on a CUDA device, in rows like those of `python -m bench replay`.
 
-    exact    three families, in float32
-    effect   a mixture of experts of 1.6 billion parameters in bfloat16, native engine against trainer
-    cost     of the same: rollout that keeps routes, updates that replay them
-
-A part that fails is named in the file and makes the exit code 1; the others stay. `--small --device cpu` tries it out.
+`exact` is of three families in float32; `effect` and `cost` of a mixture of experts of 1.6 billion parameters in
+bfloat16. A part that fails is named in the file and makes the exit code 1; the others stay.
 """
 
 from __future__ import annotations
@@ -13,8 +10,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,24 +40,11 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def rollout_rows(job: Job, num_warm: int, num_rounds: int) -> list[Row]:
-    """Both engines are in this process and write a batch each in turn."""
-    tallies = {mode: Tally() for mode in MODES[ROLLOUT]}
-    with ExitStack() as stack:
-        sides = {mode: stack.enter_context(open_side(job, mode)) for mode in tallies}
-        for number in range(num_warm + num_rounds):
-            for mode, take_step in sides.items():
-                took = timed(take_step, ROLLOUT)
-                if number >= num_warm:
-                    tallies[mode].steps.append(took)
-    return case_rows(ROLLOUT, tallies)
-
-
-def update_rows(job: Job, num_warm: int, num_rounds: int) -> list[Row]:
-    """One learner comes after the other: a process has room for one. Disabled is first and last, to show any drift."""
+def cost_rows(job: Job, cases: Sequence[str], modes: Sequence[str], num_warm: int, num_rounds: int) -> list[Row]:
+    """One mode comes after the other: a process has room for one. Disabled is first and last, to show any drift."""
     job.make_samples()
-    tallies: dict[str, dict[str, Tally]] = {UPDATE: {}, UPDATES: {}}
-    for mode in (DISABLED, "R3", "R2", DISABLED):
+    tallies: dict[str, dict[str, Tally]] = {case: {} for case in cases}
+    for mode in modes:
         free_memory()
         with open_side(job, mode) as take_step:
             for case, own in tallies.items():
@@ -109,8 +92,9 @@ def main() -> int:
             return effect_rows(f"effect {work['name']}", model, device=device, **work["effect"])
 
         parts: dict[str, Callable[[], list[Row]]] = {f"exact {family}": partial(exact, family) for family in FAMILIES}
-        parts |= {"effect": effect, "cost rollout": partial(rollout_rows, job, **rounds)}
-        parts |= {"cost update": partial(update_rows, job, **rounds)}
+        parts["effect"] = effect
+        parts["cost rollout"] = partial(cost_rows, job, [ROLLOUT], (DISABLED, "R3", DISABLED), **rounds)
+        parts["cost update"] = partial(cost_rows, job, [UPDATE, UPDATES], (DISABLED, "R3", "R2", DISABLED), **rounds)
         return run_parts("replay_gpu", parts, given.out, where)
 
 

@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -140,7 +140,6 @@ def contest(
         found = {check: ours.go(1, plan.turn_s, check)[0].amount for check in checks}  # while the others get ready
         versions = {one.name: one.ready(plan.start_s) for one in everyone}
         for case in cases:
-            print(f"{case}:", file=sys.stderr, flush=True)
             tallies = alternate(everyone, plan, case)
             looks = Tally(ours.go(sizes.num_looks, plan.turn_s, f"matrix rate, {case}"))
             rows += [*rate_rows(case, tallies), Row(case, "share of the matrix rate", looks.rate)]
@@ -207,8 +206,7 @@ def weights(num_bytes: int, num_rounds: int) -> Outcome:
 def measured(num_bytes: int, num_rounds: int) -> dict[str, tuple[list[float], list[float]]]:
     """Return seconds and CPU seconds of each round, by channel."""
     torch.set_num_threads(1)
-    tensors = made_tensors(num_bytes)
-    engine = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    engine = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(num_bytes)}
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in (MEMCPY, *CHANNELS)}
 
     def copy(received: Iterable[tuple[str, Tensor]]) -> None:
@@ -225,7 +223,7 @@ def measured(num_bytes: int, num_rounds: int) -> dict[str, tuple[list[float], li
                 trainer = trainers.get(name)
                 began, cpu_began = time.perf_counter(), used_s(trainer)
                 if trainer is None:
-                    copy(tensors.items())
+                    copy(tensors_of(num_bytes))
                 else:
                     update, sending = trainer.pass_on(receiver, version, tensors_of, num_bytes)
                     copy(update.tensors)
@@ -237,13 +235,9 @@ def measured(num_bytes: int, num_rounds: int) -> dict[str, tuple[list[float], li
 
 
 @cache
-def made_tensors(num_bytes: int) -> dict[str, Tensor]:
-    return {f"layers.{index}.weight": torch.randn(num_bytes // 4 // NUM_TENSORS) for index in range(NUM_TENSORS)}
-
-
-def tensors_of(num_bytes: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield those of a trainer, which are made for the first version only."""
-    yield from made_tensors(num_bytes).items()
+def tensors_of(num_bytes: int) -> list[tuple[str, Tensor]]:
+    """Return those of a process, which are made once."""
+    return [(f"layers.{index}.weight", torch.randn(num_bytes // 4 // NUM_TENSORS)) for index in range(NUM_TENSORS)]
 
 
 def used_s(trainer: TrainerProcess | None) -> float:

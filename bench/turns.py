@@ -314,6 +314,8 @@ Round = dict[str, Tally]  # a turn of each contestant
 def alternate(contestants: Sequence[Contestant], plan: Plan, case: str | None = None) -> dict[str, Tally]:
     """Let contestants take turns, at one case where they have several; return their tallies by name. The steps of the
     warm-up are not in them."""
+    if case is not None:
+        print(f"{case}:", file=sys.stderr, flush=True)
     versions = {contestant.name: contestant.ready(plan.start_s) for contestant in contestants}
     for contestant in contestants if plan.warmup_steps else ():
         contestant.go(plan.warmup_steps, plan.start_s, case)

@@ -229,15 +229,15 @@ def test_the_script_for_the_gpu_runs_without_one(tmp_path: Path, monkeypatch: py
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(replay_gpu, "rollout_rows", broken)
+    monkeypatch.setattr(replay_gpu, "effect_rows", broken)
     monkeypatch.setattr(sys, "argv", ["replay_gpu", "--device", "cpu", "--small", "--out", str(tmp_path)])
     assert replay_gpu.main() == 1
     found = json.loads((tmp_path / "replay_gpu.json").read_text())
-    assert found["environment"]["failed"] == {"cost rollout": "RuntimeError: no memory"}  # the rest is there
+    assert found["environment"]["failed"] == {"effect": "RuntimeError: no memory"}  # the rest is there
     cases = [row["case"] for row in found["rows"]]
     assert list(dict.fromkeys(cases)) == [
         "exact qwen3_moe",
-        "effect small",
+        "cost rollout",
         "cost update, 1 mini-batch",
         "cost update, 4 mini-batches",
     ]

@@ -40,6 +40,7 @@ from bench.turns import Plan
 from practicum.models import load_config
 from practicum.train import ActorWorker, UpdateStats
 from practicum.types import PromptGroup, Sample, SamplingParams
+from tests.train.actors import mini_batches
 
 CASES = ("dense", "moe")
 _WORDS = 2000  # tokens from the first of them are used
@@ -111,7 +112,7 @@ def groups(num: int, prompt: int, new: int, seed: int = 0, **params: Any) -> lis
 
 
 def update(actor: Any, samples: Sequence[Sample], step: int) -> UpdateStats:
-    batches = work.mini_batches(work.to_learn_from(samples, step), 1, 1, MICRO_BATCH_TOKENS)
+    batches = mini_batches(work.to_learn_from(samples, step), 1, MICRO_BATCH_TOKENS)
     (stats,) = actor.map(ActorWorker.update, batches, step)
     return stats  # type: ignore[no-any-return]
 

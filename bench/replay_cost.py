@@ -34,6 +34,7 @@ from practicum.replay import coded
 from practicum.rollout.base import BaseRollout
 from practicum.train import ActorWorker
 from practicum.types import PromptGroup, Sample, SamplingParams
+from tests.train.actors import mini_batches
 
 ROLLOUT, UPDATE, UPDATES = "cost rollout", "cost update, 1 mini-batch", "cost update, 4 mini-batches"
 MINI_BATCHES = {UPDATE: 1, UPDATES: 4}
@@ -154,7 +155,7 @@ def open_side(job: Job, mode: str) -> Iterator[Callable[[str], dict[str, Any]]]:
             else:
                 actor, samples = make_actor()
                 samples = work.to_learn_from(samples, number)
-                batches = work.mini_batches(samples, 1, MINI_BATCHES[case], job.micro_batch_tokens)
+                batches = mini_batches(samples, 1, job.micro_batch_tokens, MINI_BATCHES[case])
                 began = time.perf_counter()
                 (stats,) = actor.map(ActorWorker.update, batches, number)
                 seconds, num_tokens = time.perf_counter() - began, sum(sample.num_tokens for sample in samples)

@@ -21,11 +21,12 @@ from bench.harness import Options, Outcome, Row, UsageError
 from bench.models import VOCABULARY, write_enlarged, write_model
 from bench.replay_exact import FAMILIES, Learner, moved_share
 from bench.turns import Step, Tally
-from bench.work import made_samples, mini_batches
+from bench.work import made_samples
 from practicum.models import count_weights, load_config
 from practicum.replay import RouteReplayer
 from practicum.types import RoutedExperts
 from tests.models import save_family
+from tests.train.actors import mini_batches
 
 
 def by_metric(rows: list[Row]) -> dict[str, Row]:
@@ -77,7 +78,7 @@ def test_two_ranks_are_compared_with_one(tmp_path: Path, ray_session: None) -> N
 
 def test_samples_are_dealt_out_once() -> None:
     samples = made_samples(replay_exact.LENGTHS)
-    ranks = mini_batches(samples, num_ranks=2, num_parts=2, budget=40)
+    ranks = mini_batches(samples, num_ranks=2, budget=40, parts=2)
     ids = [sample.id for batches in ranks for batch in batches for micro in batch.micro_batches for sample in micro]
     assert sorted(ids) == sorted(sample.id for sample in samples)
     assert sum(batch.totals.num_tokens for batch in ranks[0]) == sum(answer for _, answer in replay_exact.LENGTHS)

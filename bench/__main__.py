@@ -6,21 +6,14 @@ import argparse
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
 from bench.harness import RESULTS, BenchError, Options, Outcome, UsageError, environment, print_table, write_json
 
-_MODULES = {
-    "grpo": "grpo", "async": "overlap", "controller": "controller", "router": "router", "reward": "reward",
-    "rollout": "rollout", "replay": "replay", "soak": "soak",
-}  # fmt: skip
-BENCHMARKS: dict[str, Callable[[Options], Outcome]] = {
-    name: lambda options, module=module: import_module(f"bench.{module}").run(options)  # type: ignore[misc]
-    for name, module in _MODULES.items()
-}
-TAKE_ARGUMENTS = {"router"}  # for our side, with --ours
+_NAMES = ("grpo", "controller", "router", "reward", "rollout", "replay", "soak")
+BENCHMARKS = {name: f"bench.{name}" for name in _NAMES} | {"async": "bench.overlap"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,9 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("name", help=f"which benchmark: {', '.join(BENCHMARKS)}")
     parser.add_argument("--quick", action="store_true", help="the same rows from few steps, in less than a minute")
     parser.add_argument("--peer", metavar="NAME", help="whom to compare with, if not the usual one; none: nobody")
-    parser.add_argument(
-        "--case", metavar="TEXT", help="only cases with TEXT in their name; writes no file without --out"
-    )
+    parser.add_argument("--case", metavar="TEXT", help="only cases with TEXT in their name; no file without --out")
     parser.add_argument("--ours", metavar="ARGUMENTS", help="more arguments for our side's program (router)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for NAME.json, if not bench/results")
     given = parser.parse_args(arguments)
@@ -55,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(name: str, options: Options) -> Outcome:
     if name not in BENCHMARKS:
         raise UsageError(f"benchmark {name!r} is not known; known: {', '.join(BENCHMARKS)}.")
-    if options.ours and name not in TAKE_ARGUMENTS:
-        raise UsageError(f"benchmark {name!r} takes no --ours; these do: {', '.join(TAKE_ARGUMENTS)}.")
-    outcome = BENCHMARKS[name](options)
+    if options.ours and name != "router":
+        raise UsageError(f"benchmark {name!r} takes no --ours; only 'router' does.")
+    outcome: Outcome = import_module(BENCHMARKS[name]).run(options)
     rows = [row for row in outcome.rows if options.wants(row.case)]
     if not rows:
         raise UsageError(f"benchmark {name!r} has no case with {options.case!r} in its name.")

@@ -14,14 +14,14 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 
 class Line:
     """The line to the harness. Whatever libraries print goes to standard error, so that it cannot garble an answer."""
 
     def __init__(self) -> None:
-        self._answers: TextIO = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+        self._answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
     def serve(self, packages: Iterable[str], take_step: Callable[[str], dict[str, Any]]) -> None:
@@ -61,10 +61,8 @@ def version_of(package: str) -> str:
 
 def step(seconds: float, amount: float, *, ended_cpu_s: float = 0.0, **parts: float) -> dict[str, Any]:
     """Describe one step: how long it took, how much it got done, and the seconds of its parts where they are known.
-
-    `ended_cpu_s` is for processes that ended during the step without a parent that keeps their CPU time, such as Ray's
-    workers. The harness could not tell it from what others on the machine used.
-    """
+    `ended_cpu_s` is that of processes that ended during the step without a parent that keeps their CPU time, such as
+    Ray's workers: the harness could not tell it from what others on the machine used."""
     return {"seconds": seconds, "amount": amount, "parts": parts, "ended_cpu_s": ended_cpu_s}
 
 

@@ -7,8 +7,7 @@
     grpo        whole training steps through Ray against TRL, with their phases and how idle the device is
 
 A part that fails is named in the file and makes the exit code 1; the others stay. In `grpo` both sides are in the
-Python that runs this: a machine with a device seldom has the network that peers' environments are made from. They run
-one after the other, for lack of room on the device.
+Python that runs this, and run one after the other, for lack of room on the device.
 """
 
 from __future__ import annotations
@@ -33,14 +32,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench import work
-from bench.grpo import OURS, commands_of
+from bench.grpo import OURS, contest
 from bench.grpo_work import Job
 from bench.harness import RESULTS, Row, beside, environment, free_memory, run_parts
 from bench.models import save_large, step_bytes, write_prompts
-from bench.turns import Plan, Tally, alternate, opened
+from bench.turns import Plan
 from practicum.models import load_config
 from practicum.train import ActorWorker, UpdateStats
 from practicum.types import PromptGroup, Sample, SamplingParams
+from tests.train.actors import mini_batches
 
 CASES = ("dense", "moe")
 _WORDS = 2000  # tokens from the first of them are used
@@ -112,7 +112,7 @@ def groups(num: int, prompt: int, new: int, seed: int = 0, **params: Any) -> lis
 
 
 def update(actor: Any, samples: Sequence[Sample], step: int) -> UpdateStats:
-    batches = work.mini_batches(work.to_learn_from(samples, step), 1, 1, MICRO_BATCH_TOKENS)
+    batches = mini_batches(work.to_learn_from(samples, step), 1, MICRO_BATCH_TOKENS)
     (stats,) = actor.map(ActorWorker.update, batches, step)
     return stats  # type: ignore[no-any-return]
 
@@ -256,22 +256,17 @@ def greedy_rows(device: Device, case: str, samples: Sequence[Sample]) -> list[Ro
 
 def grpo_rows(device: Device, case: str) -> list[Row]:
     """32 prompts of 128 tokens x 8 answers x 256 tokens and one update a step, in bfloat16."""
-    quick = device.quick
-    plan = Plan(warmup_steps=1 if quick else 2, num_rounds=1 if quick else 3, steps_per_turn=1)
     sides = [OURS, "trl"] if device.has_peer and find_spec("trl") is not None else [OURS]
     prompts = device.folder / "prompts.jsonl"
-    write_prompts(prompts, num_words=(127, 127))
+    write_prompts(prompts, (127, 127))
     job = Job(
         str(device.model(case)), str(prompts), str(device.folder / f"{case}-run"), threads=8, device="cuda",
         dtype="bfloat16", max_prompt_tokens=256, micro_batch_tokens=MICRO_BATCH_TOKENS,
-        replay="R3" if case == "moe" else "disabled", **(QUICK_GRPO_WORK if quick else GRPO_WORK),
+        replay="R3" if case == "moe" else "disabled", **(QUICK_GRPO_WORK if device.quick else GRPO_WORK),
     )  # fmt: skip
-    tallies: dict[str, Tally] = {}
-    for name, command in commands_of(job, dict.fromkeys(sides, sys.executable)).items():
-        env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        with opened({name: command}, device.folder, env) as contestants:
-            tallies |= alternate(contestants, plan)
-        print(f"{name}: {tallies[name].parts()}", flush=True)
+    plan = Plan(warmup_steps=1, num_rounds=1, steps_per_turn=1) if device.quick else Plan(2, 3, 1)
+    env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    tallies = contest(job, [{side: sys.executable} for side in sides], plan, device.folder, env)
     device.seen[f"grpo {case}, s of a step"] = {name: tally.parts() for name, tally in tallies.items()}
     ours = tallies.pop(OURS)
     parts = ours.parts()

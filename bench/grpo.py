@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,35 +32,36 @@ def run(options: Options) -> Outcome:
     pythons = {OURS: sys.executable} | ({peer.name: peer.python} if peer is not None else {})
     plan, work = (QUICK, QUICK_WORK) if options.quick else (FULL, FULL_WORK)
     threads = os.cpu_count() or 1
-    rows: list[Row] = []
-    versions: dict[str, object] = {}
-    others: dict[str, float] = {}
+    tallies: dict[str, dict[str, Tally]] = {}
     with tempfile.TemporaryDirectory(prefix="bench-grpo-") as name:
         folder = Path(name)
         write_prompts(folder / "prompts.jsonl")
         for case in filter(options.wants, CASES):
             write_model(folder / case, CASES[case])
             job = Job(str(folder / case), str(folder / "prompts.jsonl"), str(folder / f"{case}-run"), threads, **work)
-            with opened(commands_of(job, pythons), folder, cpu_environment(threads)) as contestants:
-                tallies = alternate(contestants, plan)
-            rows += rate_rows(case, tallies)
-            others[case] = round(tallies[OURS].others_share, 3)
-            versions = {side: dict(tally.versions) for side, tally in tallies.items()}
-            for side, tally in tallies.items():
-                seconds = ", ".join(f"{part} {value:.3f}" for part, value in tally.parts().items())
-                print(f"{case}: {side}, median seconds: {seconds}", flush=True)
-    steps = plan.num_rounds * plan.steps_per_turn
-    where = {"threads": threads, **work, "steps_per_contestant": steps}
-    return Outcome(rows, {**where, "versions": versions, "cpu_share_of_others": others})
+            tallies[case] = contest(job, [pythons], plan, folder, cpu_environment(threads))
+    rows = [row for case, own in tallies.items() for row in rate_rows(case, own)]
+    where = {"threads": threads, **work, "steps_per_contestant": plan.num_rounds * plan.steps_per_turn}
+    where["versions"] = {side: dict(tally.versions) for own in tallies.values() for side, tally in own.items()}
+    where["cpu_share_of_others"] = {case: round(own[OURS].others_share, 3) for case, own in tallies.items()}
+    return Outcome(rows, where)
 
 
-def commands_of(job: Job, pythons: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the program of each side, with a run folder of its own."""
+def contest(
+    job: Job, together: Iterable[Mapping[str, str]], plan: Plan, folder: Path, env: Mapping[str, str]
+) -> dict[str, Tally]:
+    """Let sides, each with its Python, take turns; those of one mapping after those of another."""
     modules = {OURS: "bench.contestants.practicum_grpo", "trl": "bench.peers.trl_grpo"}
-    return {
-        side: [python, "-m", modules[side], replace(job, run_dir=f"{job.run_dir}-{side}").dump()]
-        for side, python in pythons.items()
-    }
+    tallies: dict[str, Tally] = {}
+    for pythons in together:
+        jobs = {side: replace(job, run_dir=f"{job.run_dir}-{side}") for side in pythons}
+        commands = {side: [python, "-m", modules[side], jobs[side].dump()] for side, python in pythons.items()}
+        with opened(commands, folder, env) as contestants:
+            tallies |= alternate(contestants, plan)
+    for side, tally in tallies.items():
+        seconds = ", ".join(f"{part} {value:.3f}" for part, value in tally.parts().items())
+        print(f"{Path(job.model).name}: {side}, median seconds: {seconds}", flush=True)
+    return tallies
 
 
 def rate_rows(case: str, tallies: Mapping[str, Tally]) -> list[Row]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from bench.contestant import Argument
 
@@ -31,15 +28,7 @@ class Job(Argument):
     pass_answers: int | None = None  # the peer's, in one forward and backward pass; None: all
     replay: str = "disabled"
 
-    @property
-    def answers_per_step(self) -> int:
-        return self.prompts_per_step * self.answers_per_prompt
-
 
 def even_share(token_ids: Sequence[int]) -> float:
     """Return the reward: the share of even token ids. It costs next to nothing and differs between answers."""
     return sum(token % 2 == 0 for token in token_ids) / len(token_ids)
-
-
-def read_prompts(path: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY, LARGE_VOCABULARY = 2048, 151_936
-PROMPT_WORDS = (24, 40)  # fewest and most: about 32 tokens, of mixed length as real prompts are
 SPECIAL_WORDS = ("<pad>", "<end>")
 _SPECIAL_IDS: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
 
@@ -24,10 +23,11 @@ def words() -> list[str]:
     return [*SPECIAL_WORDS, *(next(made_up) for _ in range(VOCABULARY - len(SPECIAL_WORDS)))]
 
 
-def write_prompts(path: Path, num_prompts: int = 256, seed: int = 0, num_words: tuple[int, int] = PROMPT_WORDS) -> None:
-    chance = random.Random(seed)
+def write_prompts(path: Path, num_words: tuple[int, int] = (24, 40)) -> None:
+    """Write prompts of at least and at most so many words: of mixed length, as real ones are."""
+    chance = random.Random(0)
     vocabulary = words()[len(SPECIAL_WORDS) :]
-    texts = (" ".join(chance.choices(vocabulary, k=chance.randint(*num_words))) for _ in range(num_prompts))
+    texts = (" ".join(chance.choices(vocabulary, k=chance.randint(*num_words))) for _ in range(256))
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
 
 
@@ -124,11 +124,11 @@ _LARGE: dict[str, Any] = {
     "vocab_size": LARGE_VOCABULARY, "hidden_size": 1024, "num_attention_heads": 16, "head_dim": 128,
     "max_position_embeddings": 40_960, "intermediate_size": 3072,
 }  # fmt: skip
-_LARGE_SHAPES: dict[str, dict[str, Any]] = {
+LARGE_SHAPES: dict[str, dict[str, Any]] = {
     # 0.6 billion
-    "dense": {"num_hidden_layers": 28, "num_key_value_heads": 8, "tie_word_embeddings": True},
+    "dense": {**_LARGE, "num_hidden_layers": 28, "num_key_value_heads": 8, "tie_word_embeddings": True},
     # 1.6 billion
-    "moe": {"num_hidden_layers": 16, "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 8,
+    "moe": {**_LARGE, "num_hidden_layers": 16, "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 8,
             "moe_intermediate_size": 384},
 }  # fmt: skip
 _QUICK = {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 4096, "intermediate_size": 512}
@@ -138,7 +138,7 @@ def save_large(name: str, folder: Path, *, quick: bool = False) -> Path:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = {**_LARGE, **_LARGE_SHAPES[name], **(_QUICK if quick else {})}
+    shape = LARGE_SHAPES[name] | (_QUICK if quick else {})
     return write_model(folder, name == "moe", device=device, dtype="bfloat16", **shape)
 
 

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -30,8 +30,6 @@ from practicum.demo.warmup import warm_up
 from practicum.loop.run_folder import read_metrics
 
 PEER = "staleness=0"
-PLACEMENTS = ("standalone", "hybrid")
-LEARNING = "learning"
 PROMPTS, ANSWERS, NEW_TOKENS = 4, 2, 256
 _GRADE = """
 import asyncio, pathlib
@@ -46,14 +44,13 @@ async def grade(sample):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    num_rounds: int
-    num_steps: int  # timed ones of a run
-    num_warm: int
-    learning_steps: int
-    held_out: int | None
+    num_rounds: int = 5
+    num_steps: int = 20  # timed ones of a run
+    num_warm: int = 4
+    learning_steps: int = 100
+    held_out: int | None = None
 
 
-FULL = Plan(num_rounds=5, num_steps=20, num_warm=4, learning_steps=100, held_out=None)
 QUICK = Plan(num_rounds=1, num_steps=6, num_warm=2, learning_steps=4, held_out=50)
 Run = dict[str, float]  # samples/s, and the median of what its steps report
 Sides = Mapping[int, Sequence[Run]]  # by staleness
@@ -61,21 +58,18 @@ Sides = Mapping[int, Sequence[Run]]  # by staleness
 
 def run(options: Options) -> Outcome:
     has_peer = options.has_peer([PEER])
-    plan = QUICK if options.quick else FULL
+    plan = QUICK if options.quick else Plan()
     rows: list[Row] = []
-    where: dict[str, Any] = {
-        "samples_per_step": PROMPTS * ANSWERS, "max_new_tokens": NEW_TOKENS, "threads_per_process": 1,
-        "rounds": plan.num_rounds, "timed_steps_per_run": plan.num_steps,
-    }  # fmt: skip
+    where: dict[str, Any] = {"samples_per_step": PROMPTS * ANSWERS, "max_new_tokens": NEW_TOKENS, "plan": asdict(plan)}
     with tempfile.TemporaryDirectory(prefix="bench-async-") as name, ray_cluster():
         folder = Path(name)
         write_work(folder)
-        for placement in filter(options.wants, PLACEMENTS):
+        for placement in filter(options.wants, ("standalone", "hybrid")):
             sides, delay_s = contest(folder, placement, plan)
             rows += speed_rows(placement, sides, has_peer)
             where[placement] = figures(placement, sides, delay_s)
-        if options.wants(LEARNING):
-            found, where[LEARNING] = learn(folder, plan, has_peer, options.quick)
+        if options.wants("learning"):
+            found, where["learning"] = learn(folder, plan, has_peer, options.quick)
             rows += found
     return Outcome(rows, where)
 
@@ -142,20 +136,18 @@ def best_ratio(placement: str, generation_s: float, reward_s: float, learning_s:
 def learn(folder: Path, plan: Plan, has_peer: bool, is_quick: bool) -> tuple[list[Row], dict[str, Any]]:
     torch.set_num_threads(1)  # the model is too small to gain from more
     write_demo(folder, until_accuracy=0.0 if is_quick else WARM_UP_ACCURACY)  # 0: it stops as soon as it may
-    before, after = {}, {}
+    after = {}
     for staleness in (1, 0):
+        run_dir = folder / f"learning-{staleness}"
         overrides = [
-            f"trainer.staleness={staleness}", "algorithm.correction.kind=truncated",
-            f"trainer.steps={plan.learning_steps}", f"trainer.run_dir={folder / f'learning-{staleness}'}",
-            f"validation.max_prompts={plan.held_out or 'null'}",
+            f"trainer.staleness={staleness}", "algorithm.correction.kind=truncated", f"trainer.run_dir={run_dir}",
+            f"trainer.steps={plan.learning_steps}", f"validation.max_prompts={plan.held_out or 'null'}",
             f"controller.backend={'local' if is_quick else 'ray'}", "validation.every=0", "trainer.checkpoint_every=0",
         ]  # fmt: skip
-        config = demo_config(folder, overrides)
-        after[staleness] = [report.accuracy for report in steps_of(config)][-1]
-        before[staleness] = float(read_metrics(Path(config.trainer.run_dir))[0]["validation/accuracy"])
+        after[staleness] = [report.accuracy for report in steps_of(demo_config(folder, overrides))][-1]
     metric = f"held-out accuracy after {plan.learning_steps} steps"
-    rows = beside(LEARNING, metric, after[1], {PEER: after[0]} if has_peer else {})
-    return rows, {"held_out_before": before[1], "steps": plan.learning_steps}
+    rows = beside("learning", metric, after[1], {PEER: after[0]} if has_peer else {})
+    return rows, {"held_out_before": read_metrics(run_dir)[0]["validation/accuracy"], "steps": plan.learning_steps}
 
 
 def write_demo(folder: Path, until_accuracy: float) -> None:

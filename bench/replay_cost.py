@@ -5,8 +5,7 @@
     cost update, 4 mini-batches   disabled against R2 and R3; here all of them compute old log-probs first
 
 With one mini-batch R2 alone computes old log-probs, for the sake of its record: a forward pass more, which is no cost
-of replay. Nothing is compared with the rollout (`compare_every=0`). The samples were written by the native engine.
-`python -m bench.replay_cost JOB MODE` is a contestant.
+of replay. The samples were written by the native engine. `python -m bench.replay_cost JOB MODE` is a contestant.
 """
 
 from __future__ import annotations
@@ -35,14 +34,11 @@ from practicum.replay import coded
 from practicum.rollout.base import BaseRollout
 from practicum.train import ActorWorker
 from practicum.types import PromptGroup, Sample, SamplingParams
+from tests.train.actors import mini_batches
 
 ROLLOUT, UPDATE, UPDATES = "cost rollout", "cost update, 1 mini-batch", "cost update, 4 mini-batches"
 MINI_BATCHES = {UPDATE: 1, UPDATES: 4}
-MODES: dict[str, Sequence[str]] = {
-    ROLLOUT: (DISABLED, "R3"),
-    UPDATE: (DISABLED, "R3"),
-    UPDATES: (DISABLED, "R2", "R3"),
-}
+MODES = {ROLLOUT: (DISABLED, "R3"), UPDATE: (DISABLED, "R3"), UPDATES: (DISABLED, "R2", "R3")}
 FULL = Plan(warmup_steps=2, num_rounds=20, steps_per_turn=1, extra_rounds=40, patience_s=600)
 QUICK = Plan(warmup_steps=1, num_rounds=1, steps_per_turn=1)
 
@@ -89,7 +85,7 @@ def run(options: Options) -> Outcome:
     threads = 1 if options.quick else os.cpu_count() or 1
     with tempfile.TemporaryDirectory(prefix="bench-replay-") as name:
         model = write_model(Path(name) / "model", mixture_of_experts=True)
-        few = {"num_samples": 8, "prompt_tokens": 8, "new_tokens": 8} if options.quick else {}
+        few: dict[str, Any] = {"num_samples": 8, "prompt_tokens": 8, "new_tokens": 8} if options.quick else {}
         job = Job(name, str(model), threads, **few)
         if set(wanted) - {ROLLOUT}:
             job.make_samples()
@@ -109,23 +105,19 @@ def contests(job: Job, cases: Sequence[str], plan: Plan) -> Iterator[tuple[str, 
         for side in sides:
             side.ready(plan.start_s)
         for case in cases:
-            print(f"{case}:", file=sys.stderr, flush=True)
             yield case, alternate([side for side in sides if side.name in MODES[case]], plan, case)
 
 
 def case_rows(case: str, tallies: Mapping[str, Tally]) -> list[Row]:
     """Return what a step takes in each mode against disabled; CPU time where that was measured."""
-    found = {
-        mode: {"s a step": tally.parts()["step"], "CPU s a step": tally.cpu_s / len(tally.steps)}
-        for mode, tally in tallies.items()
-    }
-    plain = found.pop(DISABLED)
-    return [
-        Row(case, f"{mode}: {metric}", value, plain[metric], DISABLED, "lower")
-        for mode, own in found.items()
-        for metric, value in own.items()
-        if plain[metric]
-    ]
+    rows, plain = [], tallies[DISABLED]
+    for mode, own in tallies.items():
+        if mode != DISABLED:
+            rows.append(Row(case, f"{mode}: s a step", own.parts()["step"], plain.parts()["step"], DISABLED, "lower"))
+            if plain.cpu_s:
+                cpu_s, plain_cpu_s = own.cpu_s / len(own.steps), plain.cpu_s / len(plain.steps)
+                rows.append(Row(case, f"{mode}: CPU s a step", cpu_s, plain_cpu_s, DISABLED, "lower"))
+    return rows
 
 
 # A contestant: one mode of router replay
@@ -144,11 +136,11 @@ def open_side(job: Job, mode: str) -> Iterator[Callable[[str], dict[str, Any]]]:
         @cache
         def make_actor() -> tuple[WorkerGroup[ActorWorker], list[Sample]]:
             replay = work.replay_settings(mode, Path(job.folder))
-            settings = {"threads": job.threads, "device": job.device, "compute_dtype": job.dtype, "replay": replay}
+            where: dict[str, Any] = {"device": job.device, "compute_dtype": job.dtype, "threads": job.threads}
             samples = job.read_samples()
             if mode != "R3":
                 samples = [replace(sample, routes=None) for sample in samples]
-            return stack.enter_context(work.open_actors(Path(job.model), **settings)), samples
+            return stack.enter_context(work.open_actors(Path(job.model), replay=replay, **where)), samples
 
         def take_step(case: str) -> dict[str, Any]:
             number = next(numbers)
@@ -162,9 +154,8 @@ def open_side(job: Job, mode: str) -> Iterator[Callable[[str], dict[str, Any]]]:
                     raise RuntimeError(f"{num_kept} of {len(samples)} samples have routes in mode {mode}")
             else:
                 actor, samples = make_actor()
-                batches = work.mini_batches(
-                    work.to_learn_from(samples, number), 1, MINI_BATCHES[case], job.micro_batch_tokens
-                )
+                samples = work.to_learn_from(samples, number)
+                batches = mini_batches(samples, 1, job.micro_batch_tokens, MINI_BATCHES[case])
                 began = time.perf_counter()
                 (stats,) = actor.map(ActorWorker.update, batches, number)
                 seconds, num_tokens = time.perf_counter() - began, sum(sample.num_tokens for sample in samples)

@@ -33,6 +33,7 @@ from practicum.train.model import LogProbModel, supports_packing
 from practicum.types import RoutedExperts, Sample, SamplingParams
 from tests.models import MIXED, save_family
 from tests.samples import with_routes
+from tests.train.actors import mini_batches
 
 CPU = torch.device("cpu")
 FAMILIES = (*MIXED, "gpt_oss")
@@ -201,7 +202,7 @@ def ranks_rows(folder: Path) -> list[Row]:
                 own.mkdir()
                 replay = work.replay_settings(mode, own)
                 with work.open_actors(model, num_ranks, lr=1e-3, replay=replay) as actors:
-                    batches = work.mini_batches(samples, num_ranks, num_parts=2, budget=40)
+                    batches = mini_batches(samples, num_ranks, budget=40, parts=2)
                     norms.append(UpdateStats.combined(actors.map(ActorWorker.update, batches)).grad_norm)
                     actors.execute_all(ActorWorker.save, str(own / "saved"))
                 after.append(weights(own / "saved" / "model"))

@@ -1,10 +1,7 @@
 """`python -m bench.replay_gpu`: router replay on a CUDA device, in rows like those of `python -m bench replay`.
 
-    exact    three families, in float32
-    effect   a mixture of experts of 1.6 billion parameters in bfloat16, native engine against trainer
-    cost     of the same: rollout that keeps routes, updates that replay them
-
-A part that fails is named in the file and makes the exit code 1; the others stay. `--small --device cpu` tries it out.
+`exact` is of three families in float32; `effect` and `cost` of a mixture of experts of 1.6 billion parameters in
+bfloat16. A part that fails is named in the file and makes the exit code 1; the others stay.
 """
 
 from __future__ import annotations
@@ -13,8 +10,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +18,7 @@ from typing import Any
 import torch
 
 from bench.harness import RESULTS, Row, environment, free_memory, run_parts
-from bench.models import LARGE_VOCABULARY, write_enlarged
+from bench.models import LARGE_SHAPES, write_enlarged
 from bench.replay_cost import MODES, ROLLOUT, UPDATE, UPDATES, Job, case_rows, open_side
 from bench.replay_exact import DISABLED, Learner, effect_rows, exact_rows
 from bench.turns import Step, Tally
@@ -30,10 +26,7 @@ from tests.models import save_family
 
 FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 LARGE: dict[str, Any] = {
-    "name": "1.6B",
-    "shape": {"num_hidden_layers": 16, "hidden_size": 1024, "moe_intermediate_size": 384, "num_experts": 64,
-              "num_experts_per_tok": 8, "vocab_size": LARGE_VOCABULARY, "num_attention_heads": 16,
-              "num_key_value_heads": 8, "head_dim": 128, "gates": 0.3, "experts": 1.0},
+    "name": "1.6B", "shape": {**LARGE_SHAPES["moe"], "gates": 0.3, "experts": 1.0},
     "effect": {"num_samples": 32, "prompt_tokens": (64, 192), "new_tokens": 128},
     "cost": {"num_samples": 32, "prompt_tokens": 128, "new_tokens": 128}, "num_warm": 2, "num_rounds": 5,
 }  # fmt: skip
@@ -47,24 +40,11 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def rollout_rows(job: Job, num_warm: int, num_rounds: int) -> list[Row]:
-    """Both engines are in this process and write a batch each in turn."""
-    tallies = {mode: Tally() for mode in MODES[ROLLOUT]}
-    with ExitStack() as stack:
-        sides = {mode: stack.enter_context(open_side(job, mode)) for mode in tallies}
-        for number in range(num_warm + num_rounds):
-            for mode, take_step in sides.items():
-                took = timed(take_step, ROLLOUT)
-                if number >= num_warm:
-                    tallies[mode].steps.append(took)
-    return case_rows(ROLLOUT, tallies)
-
-
-def update_rows(job: Job, num_warm: int, num_rounds: int) -> list[Row]:
-    """One learner comes after the other: a process has room for one. Disabled is first and last, to show any drift."""
+def cost_rows(job: Job, cases: Sequence[str], modes: Sequence[str], num_warm: int, num_rounds: int) -> list[Row]:
+    """One mode comes after the other: a process has room for one. Disabled is first and last, to show any drift."""
     job.make_samples()
-    tallies: dict[str, dict[str, Tally]] = {UPDATE: {}, UPDATES: {}}
-    for mode in (DISABLED, "R3", "R2", DISABLED):
+    tallies: dict[str, dict[str, Tally]] = {case: {} for case in cases}
+    for mode in modes:
         free_memory()
         with open_side(job, mode) as take_step:
             for case, own in tallies.items():
@@ -112,8 +92,9 @@ def main() -> int:
             return effect_rows(f"effect {work['name']}", model, device=device, **work["effect"])
 
         parts: dict[str, Callable[[], list[Row]]] = {f"exact {family}": partial(exact, family) for family in FAMILIES}
-        parts |= {"effect": effect, "cost rollout": partial(rollout_rows, job, **rounds)}
-        parts |= {"cost update": partial(update_rows, job, **rounds)}
+        parts["effect"] = effect
+        parts["cost rollout"] = partial(cost_rows, job, [ROLLOUT], (DISABLED, "R3", DISABLED), **rounds)
+        parts["cost update"] = partial(cost_rows, job, [UPDATE, UPDATES], (DISABLED, "R3", "R2", DISABLED), **rounds)
         return run_parts("replay_gpu", parts, given.out, where)
 
 

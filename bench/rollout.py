@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -34,44 +34,41 @@ from bench.turns import Plan, Tally, alternate, cpu_environment, opened
 from practicum.weights import ChannelSettings, WeightReceiver
 from tests.weights.sending import TrainerProcess
 
-GENERATE, CONTINUOUS, TRL, VLLM = "generate", "continuous_batching", "trl", "vllm"
-PEERS = (GENERATE, CONTINUOUS, TRL, VLLM)
-LOG_PROBS, GREEDY, DEMO = "log-probs", "greedy", "demo"
+IN_ENVIRONMENTS_OF_THEIR_OWN = ("trl", "vllm")
+PEERS = ("generate", "continuous_batching", *IN_ENVIRONMENTS_OF_THEIR_OWN)
+CHECKS = {"log-probs": "largest difference to a full forward pass", "greedy": "families with the tokens of generate"}
 PROMISES = ("conversation", "kill, update under load")  # whose contestant ends with the replicas
 NUM_TURNS, WITHOUT = 50, "without"
 HIGHER = ("turns with a tool", "tokens less, had its text been tokenised again", "by the old weights",
-          "by the new weights")  # fmt: skip
+          "by the new weights", CHECKS["greedy"])  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    num_prompts: int
-    num_new: int
     plan: Plan
-    num_looks: int  # at what is checked of ours alone and depends on the machine
     demo: Plan
-    demo_steps: int  # in all; those that are timed are among the first
-    demo_accuracy: float  # of its model before the training
-    demo_backend: str
-    weights: tuple[int, int]  # bytes, and rounds
-    promised_tokens: int  # of each answer of the replicas
-    end_s: float  # then contestants are killed: nothing of worth is left in them
-    environment: Mapping[str, str]  # of all contestants
+    num_prompts: int = 64
+    num_new: int = 64
+    num_looks: int = 5  # at what is checked of ours alone and depends on the machine
+    demo_steps: int = 150  # in all; those that are timed are among the first
+    demo_accuracy: float = 0.3  # of its model before the training
+    demo_backend: str = "ray"
+    weights: tuple[int, int] = (500_000_000, 7)  # bytes, and rounds
+    promised_tokens: int = 48  # of each answer of the replicas
+    end_s: float = 3.0  # then contestants are killed: nothing of worth is left in them
+    environment: Mapping[str, str] | None = None  # of all contestants
 
 
 FULL = Sizes(
-    num_prompts=64, num_new=64, num_looks=5,
-    plan=Plan(warmup_steps=1, num_rounds=7, steps_per_turn=1, extra_rounds=14, patience_s=300, turn_s=600),
-    demo=Plan(warmup_steps=4, num_rounds=8, steps_per_turn=5, extra_rounds=16, patience_s=300), demo_steps=150,
-    demo_accuracy=0.3, demo_backend="ray", weights=(500_000_000, 7), promised_tokens=48, end_s=3.0, environment={},
-)  # fmt: skip
+    Plan(warmup_steps=1, num_rounds=7, steps_per_turn=1, extra_rounds=14, patience_s=300, turn_s=600),
+    Plan(warmup_steps=4, num_rounds=8, steps_per_turn=5, extra_rounds=16, patience_s=300),
+)
 QUICK = Sizes(
-    num_prompts=8, num_new=8, num_looks=1, plan=Plan(warmup_steps=1, num_rounds=1, steps_per_turn=1),
-    demo=Plan(warmup_steps=1, num_rounds=1, steps_per_turn=2), demo_steps=4, demo_accuracy=0.0,
+    Plan(warmup_steps=1, num_rounds=1, steps_per_turn=1), Plan(warmup_steps=1, num_rounds=1, steps_per_turn=2),
+    num_prompts=8, num_new=8, num_looks=1, demo_steps=4, demo_accuracy=0.0, weights=(20_000_000, 2), promised_tokens=16,
     demo_backend="local",  # starting Ray twice takes too long for a quick run
-    weights=(20_000_000, 2), promised_tokens=16, end_s=0.3,
     # They get ready all at once: threads that spin while they wait for each other would take the cores from the others.
-    environment={"OMP_WAIT_POLICY": "passive"},
+    end_s=0.3, environment={"OMP_WAIT_POLICY": "passive"},
 )  # fmt: skip
 
 
@@ -79,56 +76,48 @@ def run(options: Options) -> Outcome:
     """`--peer none` is ours alone; the demo and the weights stay, whose other side is ours or a plain copy."""
     sizes = QUICK if options.quick else FULL
     commands, missing = peer_commands(options.peer)
-    threads = os.cpu_count() or 1
-    rows: list[Row] = []
-    where: dict[str, object] = {"sizes": asdict(sizes), "threads": threads, "peers_not_installed": missing}
+    where: dict[str, object] = {"sizes": asdict(sizes), "threads": os.cpu_count(), "peers_not_installed": missing}
+    cases = make_cases(sizes.num_prompts, sizes.num_new)
+    wanted, checks, promised = (list(filter(options.wants, names)) for names in (cases, CHECKS, PROMISES))
     with tempfile.TemporaryDirectory(prefix="bench-rollout-") as name:
         folder = Path(name)
-        cases = make_cases(sizes.num_prompts, sizes.num_new)
-        wanted = {name: case for name, case in cases.items() if options.wants(name)}
-        checks = [check for check in (LOG_PROBS, GREEDY) if options.wants(check)]
-        promised = [name for name in PROMISES if options.wants(name)]
-        parts: list[Callable[[], Outcome]] = []
-        parts += [partial(demo, sizes, folder)] if options.wants(DEMO) else []
-        parts += [partial(weights, *sizes.weights)] if options.wants("weights") else []
-        parts += [partial(promises, promised, sizes, folder)] if promised else []
         outcomes: list[Outcome] = []
         if wanted or checks:
             models = {model: str(folder / model) for model in (DENSE, MOE)}
-            job = Job(models, wanted or cases, threads, VOCABULARY, options.quick)
-            outcomes.append(contest(job, commands if wanted else {}, checks, list(wanted), sizes, folder))
+            own = {name: cases[name] for name in wanted or cases}
+            job = Job(models, own, os.cpu_count() or 1, VOCABULARY, options.quick)
+            outcomes.append(contest(job, commands if wanted else {}, checks, wanted, sizes, folder))
+        parts: list[Callable[[], Outcome]] = [partial(demo, sizes, folder)] if options.wants("demo") else []
+        parts += [partial(weights, *sizes.weights)] if options.wants("weights") else []
+        parts += [partial(promises, promised, sizes, folder)] if promised else []
         with ThreadPoolExecutor(3 if options.quick else 1) as pool:
             outcomes += pool.map(lambda part: part(), parts)
     for found in outcomes:
-        rows += found.rows
         where |= found.environment
-    return Outcome(rows, where)
+    return Outcome([row for found in outcomes for row in found.rows], where)
 
 
 def peer_commands(asked: str | None) -> tuple[dict[str, list[str]], list[str]]:
     """Return the peers' programs, and the peers that are not installed and left out. One asked for must be."""
     commands, missing = {}, []
     for name in asked_peers(asked, PEERS):
+        if name not in IN_ENVIRONMENTS_OF_THEIR_OWN:
+            commands[name] = [sys.executable, "-m", "bench.peers.hf_rollout"]
+            continue
         try:
-            python = sys.executable if name in (GENERATE, CONTINUOUS) else Peer(name).python
+            commands[name] = [Peer(name).python, "-m", f"bench.peers.{name}_rollout"]
         except UsageError as error:
             if asked is not None:
                 raise
             print(f"left out: {error}", file=sys.stderr, flush=True)
             missing.append(name)
-            continue
-        module = "hf_rollout" if name in (GENERATE, CONTINUOUS) else f"{name}_rollout"
-        commands[name] = [*(vllm_settings(python) if name == VLLM else []), python, "-m", f"bench.peers.{module}"]
+    if "vllm" in commands:
+        # As its manual asks for; and in one process with all cores, where it would keep one for its second process.
+        runtime = Path(commands["vllm"][0]).parent.parent / "lib" / "libiomp5.so"
+        settings = ["VLLM_ENABLE_V1_MULTIPROCESSING=0", "VLLM_CPU_OMP_THREADS_BIND=nobind", "VLLM_NO_USAGE_STATS=1"]
+        settings += ["VLLM_CPU_KVCACHE_SPACE=1", *([f"LD_PRELOAD={runtime}"] if runtime.exists() else [])]
+        commands["vllm"] = ["env", *settings, *commands["vllm"]]
     return commands, missing
-
-
-def vllm_settings(python: str) -> list[str]:
-    """Return what its manual asks for; and it runs in one process with all cores, where it would keep one for its
-    second process."""
-    runtime = Path(python).parent.parent / "lib" / "libiomp5.so"
-    preload = [f"LD_PRELOAD={runtime}"] if runtime.exists() else []
-    one_process = ["VLLM_ENABLE_V1_MULTIPROCESSING=0", "VLLM_CPU_OMP_THREADS_BIND=nobind"]
-    return ["env", *preload, *one_process, "VLLM_CPU_KVCACHE_SPACE=1", "VLLM_NO_USAGE_STATS=1"]
 
 
 # The contest, and what is checked of ours alone
@@ -144,21 +133,18 @@ def contest(
     commands = {name: [*program, job.dump(), name] for name, program in programs.items()}
     rows: list[Row] = []
     others: dict[str, float] = {}
-    with opened(commands, folder, {**cpu_environment(job.threads), **sizes.environment}, sizes.end_s) as everyone:
+    env = cpu_environment(job.threads) | dict(sizes.environment or {})
+    with opened(commands, folder, env, sizes.end_s) as everyone:
         ours = everyone[0]
         ours.ready(plan.start_s)
         found = {check: ours.go(1, plan.turn_s, check)[0].amount for check in checks}  # while the others get ready
         versions = {one.name: one.ready(plan.start_s) for one in everyone}
         for case in cases:
-            print(f"{case}:", file=sys.stderr, flush=True)
             tallies = alternate(everyone, plan, case)
             looks = Tally(ours.go(sizes.num_looks, plan.turn_s, f"matrix rate, {case}"))
             rows += [*rate_rows(case, tallies), Row(case, "share of the matrix rate", looks.rate)]
             others[case] = round(tallies[OURS].others_share, 3)
-    if LOG_PROBS in found:
-        rows.append(Row(LOG_PROBS, "largest difference to a full forward pass", found[LOG_PROBS], better="lower"))
-    if GREEDY in found:
-        rows.append(Row(GREEDY, "families with the tokens of generate", found[GREEDY]))
+    rows += [row for check, value in found.items() for row in alone_rows(check, {CHECKS[check]: value})]
     return Outcome(rows, {"versions": versions, "cpu_share_of_others": others})
 
 
@@ -185,12 +171,11 @@ def demo(sizes: Sizes, folder: Path) -> Outcome:
 
 def demo_rows(tallies: Mapping[str, Tally], accuracy: Mapping[str, float]) -> list[Row]:
     ours, theirs = tallies["native"], tallies["hf"]
-    cpu = "CPU s per 1000 tokens"
     return [
-        Row(DEMO, "tokens/s", ours.rate, theirs.rate, "hf"),
-        Row(DEMO, "s of a step for rollout", ours.parts()["rollout"], theirs.parts()["rollout"], "hf", better="lower"),
-        Row(DEMO, cpu, ours.cpu_s_per_1000, theirs.cpu_s_per_1000, "hf", better="lower"),
-        Row(DEMO, "held-out accuracy at the end", accuracy["native"], accuracy["hf"], "hf"),
+        Row("demo", "tokens/s", ours.rate, theirs.rate, "hf"),
+        Row("demo", "s of a step for rollout", ours.parts()["rollout"], theirs.parts()["rollout"], "hf", "lower"),
+        Row("demo", "CPU s per 1000 tokens", ours.cpu_s_per_1000, theirs.cpu_s_per_1000, "hf", "lower"),
+        Row("demo", "held-out accuracy at the end", accuracy["native"], accuracy["hf"], "hf"),
     ]
 
 
@@ -221,8 +206,7 @@ def weights(num_bytes: int, num_rounds: int) -> Outcome:
 def measured(num_bytes: int, num_rounds: int) -> dict[str, tuple[list[float], list[float]]]:
     """Return seconds and CPU seconds of each round, by channel."""
     torch.set_num_threads(1)
-    tensors = made_tensors(num_bytes)
-    engine = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    engine = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(num_bytes)}
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in (MEMCPY, *CHANNELS)}
 
     def copy(received: Iterable[tuple[str, Tensor]]) -> None:
@@ -239,7 +223,7 @@ def measured(num_bytes: int, num_rounds: int) -> dict[str, tuple[list[float], li
                 trainer = trainers.get(name)
                 began, cpu_began = time.perf_counter(), used_s(trainer)
                 if trainer is None:
-                    copy(tensors.items())
+                    copy(tensors_of(num_bytes))
                 else:
                     update, sending = trainer.pass_on(receiver, version, tensors_of, num_bytes)
                     copy(update.tensors)
@@ -251,13 +235,9 @@ def measured(num_bytes: int, num_rounds: int) -> dict[str, tuple[list[float], li
 
 
 @cache
-def made_tensors(num_bytes: int) -> dict[str, Tensor]:
-    return {f"layers.{index}.weight": torch.randn(num_bytes // 4 // NUM_TENSORS) for index in range(NUM_TENSORS)}
-
-
-def tensors_of(num_bytes: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield those of a trainer, which are made for the first version only."""
-    yield from made_tensors(num_bytes).items()
+def tensors_of(num_bytes: int) -> list[tuple[str, Tensor]]:
+    """Return those of a process, which are made once."""
+    return [(f"layers.{index}.weight", torch.randn(num_bytes // 4 // NUM_TENSORS)) for index in range(NUM_TENSORS)]
 
 
 def used_s(trainer: TrainerProcess | None) -> float:
@@ -275,10 +255,11 @@ def promises(names: Sequence[str], sizes: Sizes, folder: Path) -> Outcome:
     with opened(commands, folder, sizes.environment, sizes.end_s) as (one,):
         one.ready(sizes.plan.start_s)
         counts = {name: one.go(1, sizes.plan.turn_s, name)[0].parts for name in names}
-    return Outcome([row for name in names for row in promise_rows(name, counts[name])])
+    return Outcome([row for name in names for row in alone_rows(name, counts[name])])
 
 
-def promise_rows(case: str, counts: Mapping[str, float]) -> list[Row]:
+def alone_rows(case: str, counts: Mapping[str, float]) -> list[Row]:
+    """Return what was counted of ours alone, by its metrics."""
     rows = []
     for metric, value in counts.items():
         peer, name = (counts[WITHOUT], WITHOUT) if metric == "s with a kill" else (None, None)

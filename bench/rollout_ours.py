@@ -94,18 +94,16 @@ def largest_difference(folder: str, samples: Sequence[Sample], num_compared: int
 
 def equal_families(folder: Path, num_tokens: int = NUM_GREEDY) -> list[str]:
     """Return the families of which a tiny model writes the same greedy tokens as with `generate`."""
-    return [family for family in FAMILIES if _is_equal(save_family(family, folder / family), num_tokens)]
-
-
-def _is_equal(folder: Path, num_tokens: int) -> bool:
     chance = np.random.default_rng(0)
     prompts = [chance.integers(len(make_tokenizer()), size=length) for length in (3, 11, 17, 6)]
-    model = load_model(str(folder)).eval()
-    expected = [_greedy(model, prompt, num_tokens) for prompt in prompts]
-    params = SamplingParams(num_tokens, temperature=0.0, ignore_eos=True)
-    with native_engine(folder, max_batch=len(prompts)) as native:
-        samples = written(native, [group_of(i, ids, params, seed=i) for i, ids in enumerate(prompts)])
-    return [sample.token_ids.tolist() for sample in samples] == expected
+    params, equal = SamplingParams(num_tokens, temperature=0.0, ignore_eos=True), []
+    for family in FAMILIES:
+        model = load_model(str(save_family(family, folder / family))).eval()
+        with native_engine(folder / family, max_batch=len(prompts)) as native:
+            samples = written(native, [group_of(i, ids, params, seed=i) for i, ids in enumerate(prompts)])
+        if [sample.token_ids.tolist() for sample in samples] == [_greedy(model, ids, num_tokens) for ids in prompts]:
+            equal.append(family)
+    return equal
 
 
 @torch.inference_mode()
@@ -145,15 +143,10 @@ def needed_flops(case: Case, config: Any) -> float:
     per_logits = 2 * config.hidden_size * config.vocab_size
     total = 0.0
     for prompt, new in zip(case.prompt_lengths, case.new_tokens, strict=True):
-        total += prompt * per_token + per_logits + per_seen * _seen(0, prompt)
+        total += prompt * (per_token + per_seen * (prompt + 1) / 2) + per_logits  # each sees itself and all before it
         written = new - 1  # the last token has been through no layer
-        total += case.num_answers * (written * (per_token + per_logits) + per_seen * _seen(prompt, prompt + written))
+        total += case.num_answers * written * (per_token + per_logits + per_seen * (prompt + (written + 1) / 2))
     return total
-
-
-def _seen(first: int, end: int) -> float:
-    """Return how many tokens those from `first` up to `end` attend to, each to itself and all before it."""
-    return (end * (end + 1) - first * (first + 1)) / 2
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""`promises` of the `rollout` benchmark, `FOLDER NEW_TOKENS NUM_TURNS`: counts what rollout promises. Each promise is a
-step, whose parts are what was counted.
+"""`promises` of the `rollout` benchmark, FOLDER NEW_TOKENS NUM_TURNS: a step for each, whose parts are the counts.
 
-    kill          a replica in a process of its own is killed in the middle of a batch: is each answer there, once?
-    update        new weights come while answers are written: does every answer tell one version, the old or the new?
-    conversation  many turns with a tool: are the tokens the trainer gets those that the engine had, all of them?
+kill          a replica in a process of its own is killed in the middle of a batch: is each answer there, once?
+update        new weights come while answers are written: does every answer tell one version, the old or the new?
+conversation  many turns with a tool: are the tokens the trainer gets those that the engine had, all of them?
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import os
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from bench.models import write_model
 from bench.rollout_ours import largest_difference
 from bench.work import native_engine
 from practicum.config import AgentConfig, RolloutConfig
-from practicum.controller import Controller, RayResourcePool, ray_cluster
+from practicum.controller import open_controller
 from practicum.demo.arithmetic import make_model, make_tokenizer
 from practicum.models import encode_prompts, load_tokenizer, save_model
 from practicum.rollout.agent.conversation import Conversations
@@ -58,8 +56,7 @@ def main() -> None:
 
 # A kill, and new weights under load
 
-NUM_REPLICAS, MAX_BATCH = 2, 16
-NUM_ANSWERS = 256
+MAX_BATCH, NUM_ANSWERS = 16, 256
 
 
 async def replica_counts(folder: Path, new_tokens: int) -> Counts:
@@ -69,8 +66,7 @@ async def replica_counts(folder: Path, new_tokens: int) -> Counts:
     config = RolloutConfig(placement="colocated", max_batch=MAX_BATCH)
     engine = EngineSettings("native", str(model), device="cpu", max_batch=MAX_BATCH, cache_gb=0.05)
     weights = ModelWeights(model)
-    with ray_cluster(), RayResourcePool([NUM_REPLICAS], resources_per_process={"CPU": 1}) as pool:
-        controller = Controller(pool, PATIENCE_S, PATIENCE_S)
+    with open_controller("ray", num_workers=2, use_gpu=False, max_colocate_count=1) as controller:
         async with open_replicas(config, controller, engine, weights, threads=1) as manager:
             manager.sleeps = False
             await manager.update_weights(1)
@@ -79,19 +75,14 @@ async def replica_counts(folder: Path, new_tokens: int) -> Counts:
 
 
 async def under_a_kill(manager: RolloutManager, new_tokens: int) -> Counts:
-    expected, _, undisturbed_s = await _written(manager, new_tokens)
+    expected, undisturbed_s = await _written(manager, new_tokens)
     victim = (await manager.replicas[0].where()).pid
-
-    async def kill() -> None:
-        os.kill(victim, signal.SIGKILL)
-
-    found, times, seconds = await _written(manager, new_tokens, kill())
+    came, seconds = await _written(manager, new_tokens, asyncio.to_thread(os.kill, victim, signal.SIGKILL))
+    one, other = ({sample.id: sample.token_ids.tolist() for sample in own} for own in (expected, came))
     return {
-        f"of {NUM_ANSWERS} answers, missing after a kill": len(expected.keys() - found),
-        "come twice after a kill": sum(times.values()) - len(found),
-        "other than without a kill": sum(
-            own.token_ids.tolist() != expected[id].token_ids.tolist() for id, own in found.items()
-        ),
+        f"of {NUM_ANSWERS} answers, missing after a kill": len(one.keys() - other),
+        "come twice after a kill": len(came) - len(other),
+        "other than without a kill": sum(tokens != one[id] for id, tokens in other.items()),
         "s with a kill": seconds,
         "without": undisturbed_s,
     }
@@ -100,8 +91,8 @@ async def under_a_kill(manager: RolloutManager, new_tokens: int) -> Counts:
 async def under_new_weights(manager: RolloutManager, weights: ModelWeights, new_tokens: int) -> Counts:
     old, new = manager.version, manager.version + 1
     weights.nudge()
-    found, _, _ = await _written(manager, new_tokens, manager.update_weights(new))
-    versions = [set(sample.versions.tolist()) for sample in found.values()]
+    came, _ = await _written(manager, new_tokens, manager.update_weights(new))
+    versions = [set(sample.versions.tolist()) for sample in came]
     by_old, by_new = (versions.count({version}) for version in (old, new))
     mixed = f"of {NUM_ANSWERS} answers, mixed versions in an update under load"
     return {mixed: len(versions) - by_old - by_new, "by the old weights": by_old, "by the new weights": by_new}
@@ -109,22 +100,19 @@ async def under_new_weights(manager: RolloutManager, weights: ModelWeights, new_
 
 async def _written(
     manager: RolloutManager, new_tokens: int, at_first: Coroutine[Any, Any, None] | None = None
-) -> tuple[dict[str, Sample], Counter[str], float]:
-    """Return the answers by id, how often each came, and how long it took. `at_first` begins when the first came."""
-    samples: dict[str, Sample] = {}
-    times: Counter[str] = Counter()
+) -> tuple[list[Sample], float]:
+    """Return the answers as they came, and how long it took. `at_first` begins when the first have come."""
+    came: list[Sample] = []
     beside: asyncio.Task[None] | None = None
     began = time.perf_counter()
     async for finished in manager.generate(groups_of(NUM_ANSWERS, new_tokens)):
         if at_first is not None and beside is None:
             beside = asyncio.create_task(at_first)
-        for sample in (sample for group in finished for sample in group.samples):
-            times[sample.id] += 1
-            samples[sample.id] = sample
+        came += [sample for group in finished for sample in group.samples]
     seconds = time.perf_counter() - began
     if beside is not None:
         await asyncio.wait_for(beside, PATIENCE_S)
-    return samples, times, seconds
+    return came, seconds
 
 
 # A conversation of many turns with a tool

@@ -31,11 +31,6 @@ class Case:
     new_tokens: list[int]
     num_answers: int = 1
 
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of all answers: what is counted."""
-        return self.num_answers * sum(self.new_tokens)
-
     def lengths(self) -> list[int]:
         """Return that of every answer, the answers to one prompt after each other."""
         return [length for length in self.new_tokens for _ in range(self.num_answers)]
@@ -86,16 +81,13 @@ def make_cases(num_prompts: int, num_new: int) -> dict[str, Case]:
 # What a contestant does
 
 Answer = tuple[Sequence[int], Sequence[float]]  # tokens and their log-probs
+Others = Callable[[Job, str], dict[str, Any]]
 Writer = Callable[[Case, Prompts], Callable[[], list[Answer]]]
 """One engine with one model: writes all answers with the log-probs of their tokens, which is timed, and returns what
 tells them in plain form, in the order of `Case.lengths`."""
 
 
-def take_steps(
-    packages: Iterable[str],
-    make: Callable[[Job, str], Writer],
-    others: Callable[[Job, str], dict[str, Any]] | None = None,
-) -> None:
+def take_steps(packages: Iterable[str], make: Callable[[Job, str], Writer], others: Others | None = None) -> None:
     """Be a contestant with the writers that `make` makes of a model. `others` takes the steps of no case."""
     import torch  # all sides have it
 
@@ -114,23 +106,19 @@ def take_steps(
 
 
 def one_step(case: Case, write: Writer, prompts: Prompts) -> dict[str, Any]:
+    """Raise an error for an engine that writes less than it was asked to: it must not look fast."""
     began = time.perf_counter()
     written = write(case, prompts)
-    seconds = time.perf_counter() - began
-    check(case, written())
-    return step(seconds, case.num_tokens)
-
-
-def cut(case: Case, tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> list[Answer]:
-    """Return the answers of engines that end all rows together."""
-    return [(tokens[i][:length], log_probs[i][:length]) for i, length in enumerate(case.lengths())]
-
-
-def check(case: Case, answers: Sequence[Answer]) -> None:
-    """Raise an error for an engine that writes less than it was asked to: it must not look fast."""
+    seconds, answers = time.perf_counter() - began, written()
     lengths = [len(tokens) for tokens, _ in answers]
     if lengths != case.lengths():
         raise RuntimeError(f"answers of {lengths} tokens where {case.lengths()} were due")
     for tokens, log_probs in answers:
         if len(log_probs) != len(tokens) or not all(math.isfinite(value) and value <= 0 for value in log_probs):
             raise RuntimeError(f"{len(tokens)} tokens with log-probs {list(log_probs)[:8]}...")
+    return step(seconds, sum(lengths))
+
+
+def cut(case: Case, tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> list[Answer]:
+    """Return the answers of engines that end all rows together."""
+    return [(tokens[i][:length], log_probs[i][:length]) for i, length in enumerate(case.lengths())]

@@ -39,7 +39,7 @@ class Program:
     """A process and all below it, gone at the end of its `with` block. `env` is added to ours; what it writes goes to
     a log in `log_dir`. It has `end_s` to end politely. If the driver itself is killed, a shell kills the process."""
 
-    talks = False  # by lines on standard input and output; the shell then wakes it, and it ends since nobody talks
+    talks = False  # by lines on standard input and output: the shell then wakes it, and it finds its input closed
     end_s = 1.0
 
     def __init__(
@@ -62,22 +62,19 @@ class Program:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._end(has_failed=kind is not None)
-        self._kill_all()
+        survivors = [process for process in self._seen if process.is_running()]
+        _send(signal.SIGKILL, survivors)
+        psutil.wait_procs(survivors, timeout=5)
+        self._process.wait(5)
         self._tell_watcher("")
         self._watcher.communicate(timeout=5)
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def start(self) -> None:
+        # In a session of its own: a Ctrl-C reaches the driver alone, which then ends everyone in order.
+        how: dict[str, Any] = {"cwd": ROOT, "env": self._env, "text": True, "start_new_session": True}
         with self._log.open("a") as log:
-            # In a session of its own: a Ctrl-C reaches the driver alone, which then ends everyone in order.
             stdin, stdout = (subprocess.PIPE, subprocess.PIPE) if self.talks else (subprocess.DEVNULL, log)
-            self._process = subprocess.Popen(
-                self._command, cwd=ROOT, env=self._env, text=True, start_new_session=True,
-                stdin=stdin, stdout=stdout, stderr=log,
-            )  # fmt: skip
+            self._process = subprocess.Popen(self._command, stdin=stdin, stdout=stdout, stderr=log, **how)
         self._root = psutil.Process(self._process.pid)
         if not self.talks:
             self._tell_watcher(str(self._process.pid))
@@ -120,12 +117,6 @@ class Program:
         with suppress(psutil.NoSuchProcess):
             self._root.terminate()
         psutil.wait_procs(self._seen, timeout=self.end_s)
-
-    def _kill_all(self) -> None:
-        survivors = [process for process in self._seen if process.is_running()]
-        _send(signal.SIGKILL, survivors)
-        psutil.wait_procs(survivors, timeout=5)
-        self._process.wait(5)
 
     def _total(self, read: Callable[[psutil.Process], float]) -> float:
         total = 0.0
@@ -171,11 +162,8 @@ def is_listened_to(port: int) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of the loopback interface at which no server listens, each only once.
-
-    They are not from the range of outgoing connections: a server that is killed and started again might find its port
-    in use by one.
-    """
+    """Return ports of the loopback interface at which no server listens, each only once. None is from the range of
+    outgoing connections: a server that is killed and started again might find its port in use by one."""
     ports: list[int] = []
     for port in _unused_ports:
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -305,12 +293,9 @@ def cpu_environment(threads: int) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How many steps are taken, and how long they may take.
-
-    A round is disturbed when others on the machine use more than `quiet_share` of its cores meanwhile. Up to
-    `extra_rounds` are taken to replace disturbed ones, and up to `patience_s` in all is spent waiting for a quiet
-    moment to start one.
-    """
+    """How many steps are taken, and how long they may take. A round is disturbed when others on the machine use more
+    than `quiet_share` of its cores meanwhile: up to `extra_rounds` replace such ones, and up to `patience_s` in all is
+    spent waiting for a quiet moment to start one."""
 
     warmup_steps: int
     num_rounds: int
@@ -329,6 +314,8 @@ Round = dict[str, Tally]  # a turn of each contestant
 def alternate(contestants: Sequence[Contestant], plan: Plan, case: str | None = None) -> dict[str, Tally]:
     """Let contestants take turns, at one case where they have several; return their tallies by name. The steps of the
     warm-up are not in them."""
+    if case is not None:
+        print(f"{case}:", file=sys.stderr, flush=True)
     versions = {contestant.name: contestant.ready(plan.start_s) for contestant in contestants}
     for contestant in contestants if plan.warmup_steps else ():
         contestant.go(plan.warmup_steps, plan.start_s, case)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from practicum.controller import RayClassWithInitArgs, WorkerGroup, open_controller
-from practicum.data import plan_micro_batches
+from practicum.controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, WorkerGroup
 from practicum.replay import ReplaySettings
 from practicum.rollout.base import BaseRollout
 from practicum.rollout.engines import EngineSettings, make_engine
-from practicum.train import ActorSettings, ActorWorker, MiniBatch, totals_of
+from practicum.train import ActorWorker
 from practicum.types import Prompt, PromptGroup, Sample, SamplingParams
 from tests.samples import make_sample
+from tests.train import actors
 
 # What engines write
 
@@ -72,18 +72,6 @@ def to_learn_from(samples: Sequence[Sample], step: int = 1) -> list[Sample]:
     return list(samples)
 
 
-def mini_batches(samples: Sequence[Sample], num_ranks: int, num_parts: int, budget: int) -> list[list[MiniBatch]]:
-    """Return mini-batches by rank, as the training loop deals them out."""
-    ranks: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
-    for part in range(num_parts):
-        members = samples[part::num_parts]
-        totals = totals_of(members, max_tokens=max(len(sample.token_ids) for sample in members))
-        plan = plan_micro_batches([sample.num_tokens for sample in members], num_ranks, budget)
-        for rank, micros in enumerate(plan):
-            ranks[rank].append(MiniBatch([[members[i] for i in micro] for micro in micros], totals))
-    return ranks
-
-
 def replay_settings(mode: str, folder: Path) -> ReplaySettings | None:
     """Return the settings of a mode; R2 writes its record into the folder."""
     if mode == "disabled":
@@ -94,13 +82,13 @@ def replay_settings(mode: str, folder: Path) -> ReplaySettings | None:
 @contextmanager
 def open_actors(model: Path, num_ranks: int = 1, **settings: Any) -> Iterator[WorkerGroup[ActorWorker]]:
     """Open one rank in this process, several on Ray."""
-    fields: dict[str, Any] = {
-        "model_path": str(model), "device": "cpu", "compute_dtype": "float32", "threads": 1, "seed": 0, "lr": 1e-6,
-        "lr_schedule": "constant", "num_updates": 1_000_000, "num_warmup": 0, "weight_decay": 0.0,
-        "max_grad_norm": 1.0, "temperature": 1.0, "gradient_checkpointing": False, "collective_timeout_s": 120.0,
-    }  # fmt: skip
-    packed = RayClassWithInitArgs(ActorWorker, ActorSettings(**{**fields, **settings}))
-    with open_controller(
-        "local" if num_ranks == 1 else "ray", num_workers=num_ranks, use_gpu=False, max_colocate_count=1
-    ) as controller:
-        yield controller.group(packed, name="learner")
+    own = actors.settings(model, **{"lr": 1e-6, "lr_schedule": "constant", **settings})
+    packed = RayClassWithInitArgs(ActorWorker, own)
+    with ExitStack() as stack:
+        group: WorkerGroup[ActorWorker]
+        if num_ranks == 1:
+            group = LocalWorkerGroup(packed, name="actor")
+        else:
+            group = RayWorkerGroup(stack.enter_context(RayResourcePool([num_ranks])), packed, name="actors")
+        stack.callback(group.shutdown)
+        yield group

@@ -5,8 +5,10 @@ Runs in the environment that trl.sh makes.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,16 +17,17 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from bench.contestant import Line, step
-from bench.grpo_work import Job, even_share, read_prompts
+from bench.grpo_work import Job, even_share
 
 
 def grpo_config(job: Job) -> GRPOConfig:
+    num_answers = job.prompts_per_step * job.answers_per_prompt
     return GRPOConfig(
         output_dir=job.run_dir, model_init_kwargs={"dtype": job.dtype}, use_cpu=job.device == "cpu",
         bf16=job.dtype == "bfloat16",
         # One update a step, as ours does; all answers in one pass where there is memory for it.
-        per_device_train_batch_size=job.pass_answers or job.answers_per_step,
-        gradient_accumulation_steps=job.answers_per_step // (job.pass_answers or job.answers_per_step),
+        per_device_train_batch_size=job.pass_answers or num_answers,
+        gradient_accumulation_steps=num_answers // (job.pass_answers or num_answers),
         num_iterations=1, num_generations=job.answers_per_prompt, max_completion_length=job.max_new_tokens,
         temperature=1.0,
         # The same loss: a mean over all tokens of the step, clipped alike, without a reference model.
@@ -80,7 +83,7 @@ def main() -> None:
     job = Job.parse(sys.argv[1])
     torch.set_num_threads(job.threads)
     turns = InTurns(line)
-    prompts = Dataset.from_list(read_prompts(job.prompts))
+    prompts = Dataset.from_list([json.loads(line) for line in Path(job.prompts).read_text().splitlines()])
     trainer = GRPOTrainer(
         model=job.model, reward_funcs=turns.grade, args=grpo_config(job), train_dataset=prompts, callbacks=[turns]
     )

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -34,6 +36,11 @@ while num_steps := line.wait_for_go()[0]:
 
 def python(script: str) -> list[str]:
     return [sys.executable, "-c", script]
+
+
+def add_benchmark(monkeypatch: pytest.MonkeyPatch, name: str, run: Any) -> None:
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(run=run))  # type: ignore[misc]
+    monkeypatch.setitem(command_line.BENCHMARKS, name, name)
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -148,7 +155,7 @@ from bench.turns import Contestant
 with Contestant("ours", [sys.executable, "-c", {HONEST.format(amount=1)!r}], Path({str(tmp_path)!r})) as ours:
     ours.ready(30)
     ours.go(1, 30)
-    print(ours.pid, flush=True)
+    print(ours._root.pid, flush=True)
     time.sleep(600)
 """
     with subprocess.Popen(python(driver), cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -208,7 +215,7 @@ def test_without_a_peer_nobody_else_runs(
         peer = harness.choose_peer(options.peer, ["trl"])
         return Outcome([Row("dense", "tokens/s", 10, None, peer.name if peer else None)], {"threads": 2})
 
-    monkeypatch.setitem(command_line.BENCHMARKS, "alone", alone)
+    add_benchmark(monkeypatch, "alone", alone)
     assert command_line.main(["alone", "--quick", "--peer", "none", "--out", str(tmp_path)]) == 0
     written = json.loads((tmp_path / "alone.json").read_text())
     assert written["rows"][0] | {"peer": None, "peer_name": None, "ratio": None} == written["rows"][0]
@@ -222,7 +229,7 @@ def test_a_chosen_case_leaves_the_others_and_the_result_file_alone(
     def two(options: Options) -> Outcome:
         return Outcome([Row("dense", "tokens/s", 10), Row("moe", "tokens/s", 20)])
 
-    monkeypatch.setitem(command_line.BENCHMARKS, "two", two)
+    add_benchmark(monkeypatch, "two", two)
     monkeypatch.setattr(command_line, "RESULTS", tmp_path / "results")
     assert command_line.main(["two", "--case", "mo"]) == 0
     printed = capsys.readouterr().out
@@ -265,7 +272,7 @@ def test_a_contestant_that_fails_ends_the_command_with_one(
             poet.ready(30)
         raise AssertionError("unreachable")
 
-    monkeypatch.setitem(command_line.BENCHMARKS, "failing", failing)
+    add_benchmark(monkeypatch, "failing", failing)
     assert command_line.main(["failing", "--out", str(tmp_path)]) == 1
     assert "bench: contestant 'poet' has ended (exit code 3)" in capsys.readouterr().err
     assert not os.path.exists(tmp_path / "failing.json")

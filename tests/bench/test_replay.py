@@ -21,11 +21,12 @@ from bench.harness import Options, Outcome, Row, UsageError
 from bench.models import VOCABULARY, write_enlarged, write_model
 from bench.replay_exact import FAMILIES, Learner, moved_share
 from bench.turns import Step, Tally
-from bench.work import made_samples, mini_batches
+from bench.work import made_samples
 from practicum.models import count_weights, load_config
 from practicum.replay import RouteReplayer
 from practicum.types import RoutedExperts
 from tests.models import save_family
+from tests.train.actors import mini_batches
 
 
 def by_metric(rows: list[Row]) -> dict[str, Row]:
@@ -77,7 +78,7 @@ def test_two_ranks_are_compared_with_one(tmp_path: Path, ray_session: None) -> N
 
 def test_samples_are_dealt_out_once() -> None:
     samples = made_samples(replay_exact.LENGTHS)
-    ranks = mini_batches(samples, num_ranks=2, num_parts=2, budget=40)
+    ranks = mini_batches(samples, num_ranks=2, budget=40, parts=2)
     ids = [sample.id for batches in ranks for batch in batches for micro in batch.micro_batches for sample in micro]
     assert sorted(ids) == sorted(sample.id for sample in samples)
     assert sum(batch.totals.num_tokens for batch in ranks[0]) == sum(answer for _, answer in replay_exact.LENGTHS)
@@ -187,20 +188,20 @@ def test_memory_is_that_of_the_whole_batch() -> None:
 
 
 @pytest.mark.parametrize(("harm", "seed"), [(replay.cut_off, 3), (replay.flipped, 4)])
-def test_what_is_read_of_damaged_files_is_right_and_all_there_is(harm: Any, seed: int, tmp_path: Path) -> None:
-    crashes, wrong, lost_elsewhere, readable = replay.damaged("file", harm, 60, tmp_path, seed)
+def test_what_is_read_of_damaged_files_is_right_and_all_there_is(harm: Any, seed: int) -> None:
+    crashes, wrong, lost_elsewhere, readable = replay.damaged("file", harm, 60, seed)
     assert crashes.metric == "crashes, of 60 files"
     assert crashes.ours == wrong.ours == lost_elsewhere.ours == 0
     assert 0.3 < readable.ours < 1
 
 
-def test_what_is_wrong_with_damaged_files_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_with_damaged_files_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "num_wrong", lambda *_: 2)
     monkeypatch.setattr(replay.Recording, "record", lambda *_: (_ for _ in ()).throw(KeyError("id")))
-    crashes, *_ = replay.damaged("file", replay.flipped, 3, tmp_path)
+    crashes, *_ = replay.damaged("file", replay.flipped, 3)
     assert crashes.ours == 3
     monkeypatch.setattr(replay.Recording, "record", lambda _, id: replay.make_record(int(id.partition("-")[2])))
-    _, wrong, _, readable = replay.damaged("file", lambda whole, _: (whole, 0, 0), 3, tmp_path)
+    _, wrong, _, readable = replay.damaged("file", lambda whole, _: (whole, 0, 0), 3)
     assert (wrong.ours, readable.ours) == (3 * replay.NUM_SAMPLES * 2, 1.0)
 
 
@@ -229,15 +230,15 @@ def test_the_script_for_the_gpu_runs_without_one(tmp_path: Path, monkeypatch: py
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(replay_gpu, "rollout_rows", broken)
+    monkeypatch.setattr(replay_gpu, "effect_rows", broken)
     monkeypatch.setattr(sys, "argv", ["replay_gpu", "--device", "cpu", "--small", "--out", str(tmp_path)])
     assert replay_gpu.main() == 1
     found = json.loads((tmp_path / "replay_gpu.json").read_text())
-    assert found["environment"]["failed"] == {"cost rollout": "RuntimeError: no memory"}  # the rest is there
+    assert found["environment"]["failed"] == {"effect": "RuntimeError: no memory"}  # the rest is there
     cases = [row["case"] for row in found["rows"]]
     assert list(dict.fromkeys(cases)) == [
         "exact qwen3_moe",
-        "effect small",
+        "cost rollout",
         "cost update, 1 mini-batch",
         "cost update, 4 mini-batches",
     ]

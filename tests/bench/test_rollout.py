@@ -22,7 +22,7 @@ from bench.models import VOCABULARY, write_model
 from bench.peers.hf_rollout import continuous_batching, generate, load
 from bench.rollout_ours import native, samples_of
 from bench.rollout_promises import talk
-from bench.rollout_work import DENSE, MOE, Case, Job, check, make_cases, one_step, take_steps
+from bench.rollout_work import DENSE, MOE, Case, Job, make_cases, one_step, take_steps
 from bench.turns import Contestant, Plan, Step, Tally, alternate
 from bench.work import native_engine
 from practicum.models import load_config
@@ -47,7 +47,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_the_full_work_is_what_its_name_says() -> None:
     cases = make_cases(64, 64)
     assert list(cases) == CASES
-    assert [cases[name].num_tokens for name in ("equal", "mixed", "shared")] == [4096, 4096, 32 * 8 * 64]
+    assert [sum(cases[name].lengths()) for name in ("equal", "mixed", "shared")] == [4096, 4096, 32 * 8 * 64]
     mixed, different = cases["mixed"].prompt_lengths, cases["different"].new_tokens
     assert min(mixed) >= 8 and max(mixed) <= 128 and len(set(mixed)) > 20
     assert min(different) >= 8 and max(different) <= 256 and max(different) > 8 * min(different)
@@ -68,7 +68,6 @@ def test_prompts_are_the_same_for_everyone_and_new_in_every_step() -> None:
     assert SMALL.prompts(1, 100) == SMALL.prompts(1, 100) != SMALL.prompts(2, 100)
     assert [len(prompt) for prompt in SMALL.prompts(1, 100)] == [3, 9]
     assert SMALL.lengths() == [4, 4, 2, 2]
-    assert SMALL.num_tokens == 12
 
 
 def test_a_job_is_an_argument() -> None:
@@ -87,9 +86,9 @@ def test_a_job_is_an_argument() -> None:
     ],
 )
 def test_whoever_does_not_do_the_work_is_found_out(answers: Any) -> None:
-    check(SMALL, [([1] * 4, [-1.0] * 4)] * 2 + [([1] * 2, [-1.0] * 2)] * 2)
+    assert one_step(SMALL, honest, [])["amount"] == 12
     with pytest.raises(RuntimeError, match=r"answers of|log-probs"):
-        check(SMALL, answers)
+        one_step(SMALL, lambda *_: lambda: answers, [])
 
 
 class FakeLine(Line):
@@ -144,7 +143,7 @@ def test_everyone_writes_what_is_asked_for(side: str, case: Case, models: dict[s
             write = native(stack.enter_context(native_engine(folder)))
         else:
             write = generate(folder) if side == "generate" else continuous_batching(folder, stack)
-        assert one_step(case, write, case.prompts(1, VOCABULARY))["amount"] == case.num_tokens
+        assert one_step(case, write, case.prompts(1, VOCABULARY))["amount"] == sum(case.lengths())
 
 
 def test_log_probs_of_generate_are_those_of_a_forward_pass(models: dict[str, str]) -> None:
@@ -243,7 +242,7 @@ def test_the_demo_goes_on_after_its_timed_steps(sizes: rollout.Sizes) -> None:
 
 def test_a_promise_that_is_not_kept_shows() -> None:
     counts = {"come twice after a kill": 1, "s with a kill": 4.0, "without": 2.0, "by the new weights": 153}
-    assert [(row.metric, row.ours, row.better, row.ratio) for row in rollout.promise_rows("kill", counts)] == [
+    assert [(row.metric, row.ours, row.better, row.ratio) for row in rollout.alone_rows("kill", counts)] == [
         ("come twice after a kill", 1, "lower", None),
         ("s with a kill", 4.0, "lower", 0.5),
         ("by the new weights", 153, "higher", None),

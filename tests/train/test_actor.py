@@ -20,16 +20,16 @@ from practicum.controller import (
     RayWorkerGroup,
     WorkerGroup,
 )
-from practicum.data import plan_micro_batches
 from practicum.errors import RolloutError, TrainingError, WeightsGone, WorkerError
 from practicum.models import DTYPES, load_model, load_tokenizer
 from practicum.replay import Recording, ReplaySettings
-from practicum.train import ActorSettings, ActorWorker, MiniBatch, UpdateStats, totals_of
+from practicum.train import ActorWorker, UpdateStats
 from practicum.types import Sample, Score
 from practicum.weights import TIGHTEST, Bound, ChannelSettings, Fingerprint, WeightReceiver, choose
 from practicum.weights.fingerprint import make_sequences, measure
 from tests.models import save_small
 from tests.samples import make_sample, with_routes
+from tests.train.actors import mini_batches, settings
 from tests.train.test_model import tiny
 
 BOUNDS = {"float32": TIGHTEST, "bfloat16": Bound(mean=0.05, largest=0.5)}
@@ -39,37 +39,6 @@ SAMPLES = [
 
 SCORED = [replace(sample, score=Score(1.0)) for sample in SAMPLES]
 ROUTED = [with_routes(sample, 2, 2, 8) for sample in SCORED]
-
-
-def settings(model: Path, **changes: Any) -> ActorSettings:
-    fields: dict[str, Any] = {
-        "model_path": str(model),
-        "device": "cpu",
-        "compute_dtype": "float32",
-        "threads": 1,
-        "seed": 0,
-        "lr": 1e-3,
-        "lr_schedule": "linear",
-        "num_updates": 10,
-        "num_warmup": 0,
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "temperature": 1.0,
-        "gradient_checkpointing": False,
-        "collective_timeout_s": 60.0,
-    }
-    return ActorSettings(**{**fields, **changes})
-
-
-def mini_batches(samples: Sequence[Sample], num_ranks: int, budget: int, parts: int = 1) -> list[Any]:
-    ranks: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
-    for part in range(parts):
-        members = samples[part::parts]
-        plan = plan_micro_batches([m.num_tokens for m in members], num_ranks, budget)
-        totals = totals_of(members, max_tokens=8)
-        for rank, micros in enumerate(plan):
-            ranks[rank].append(MiniBatch([[members[i] for i in micro] for micro in micros], totals, len(samples)))
-    return ranks
 
 
 def updated(

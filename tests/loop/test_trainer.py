@@ -13,7 +13,16 @@ import torch
 from safetensors import safe_open
 
 from practicum import Config, Trainer
-from practicum.errors import ConfigError, DataError, ModelError, ReplayError, ResourceError, RewardError, RolloutError
+from practicum.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelError,
+    ReplayError,
+    ResourceError,
+    RewardError,
+    RolloutError,
+)
 from practicum.loop.explain import explanation
 from practicum.loop.run_folder import read_best, read_metrics
 from practicum.models import load_model
@@ -157,6 +166,23 @@ def test_a_resumed_run_is_the_uninterrupted_one(make_config: MakeConfig, tmp_pat
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert list(resumed.steps()) == []  # nothing is left to do
     assert notices == ["resuming after step 2", "nothing is left to do: 4 steps are done"]
+
+
+@pytest.mark.parametrize("name", ["rng-0.pt", "model/model.safetensors", "model/config.json"])
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(make_config: MakeConfig, tmp_path: Path, name: str) -> None:
+    list(Trainer(make_config("trainer.checkpoint_every=1")).steps())
+    run_dir = Path(make_config().trainer.run_dir)
+    rows, model = read_metrics(run_dir), run_dir / "checkpoints" / "step-000002" / "model"
+    damaged = run_dir / "checkpoints" / "step-000002" / name
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    if name.startswith("model/"):
+        with pytest.raises(CheckpointError, match=rf"^model\.path=.*{name} has 100 of .*set it to .*step-000001/model"):
+            Trainer(make_config(f"model.path={model}", f"trainer.run_dir={tmp_path}/other"))
+    notices: list[str] = []
+    resumed = Trainer(make_config("resume=auto", "trainer.checkpoint_every=1"), notify=notices.append)
+    assert [report.number for report in resumed.steps()] == [2]
+    assert f"step-000002 is damaged: {name} has 100 of " in notices[0] and notices[1] == "resuming after step 1"
+    assert timeless(read_metrics(run_dir)) == timeless(rows)
 
 
 def test_a_run_resumed_with_another_config_says_what_changed(make_config: MakeConfig) -> None:

@@ -69,3 +69,5 @@ class Learner:
 
     def load(self, folder: Path, rank: int) -> None:
         self.num_updates = load_training_state(self._root, self._optimizer, folder, rank)
+        for group in self._optimizer.param_groups:  # it came with the one of before, and may have been changed
+            group["weight_decay"] = self._settings.weight_decay

@@ -355,6 +355,13 @@ def test_experts_are_replayed_and_the_metrics_tell(make_config: MakeConfig, mode
     assert (Path(config.trainer.run_dir) / "routes.rec").exists() == (mode == "R2")
 
 
+def test_with_r2_and_an_engine_that_records_their_disagreement_is_told(make_config: MakeConfig) -> None:
+    config = make_config("actor.router_replay.mode=R2", "rollout.enable_rollout_routing_replay=True")
+    for report in Trainer(config).steps():
+        assert report.metrics["replay/rollout_disagreement"] == 0.0  # in float32 both choose alike
+        assert report.metrics["replay/unknown_share"] == 0.0  # it is the trainer's own choice that is replayed
+
+
 def test_a_run_recorded_with_r2_is_repeated_from_its_file_bit_for_bit(make_config: MakeConfig, tmp_path: Path) -> None:
     overrides = ["actor.router_replay.mode=R2", "actor.mini_batches=2", "trainer.steps=3", "actor.lr=5e-3"]
     config = make_config(*overrides)

@@ -146,6 +146,8 @@ def replay_metrics(stats: ReplayStats) -> dict[str, float]:
     if stats.num_compared:
         found["replay/kl_with"] = stats.kl_with / stats.num_compared
         found["replay/kl_without"] = stats.kl_without / stats.num_compared
+    if stats.num_rollout_known:
+        found["replay/rollout_disagreement"] = stats.num_rollout_differing / stats.num_rollout_known
     return found
 
 

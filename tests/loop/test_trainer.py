@@ -22,6 +22,7 @@ from practicum.errors import (
     ResourceError,
     RewardError,
     RolloutError,
+    WorkerError,
 )
 from practicum.loop.explain import explanation
 from practicum.loop.run_folder import read_best, read_metrics
@@ -142,6 +143,15 @@ def test_wandb_that_is_not_there_is_missed_before_anything_starts(
     with pytest.raises(ConfigError, match=r"practicum\[wandb\]"):
         Trainer(config)
     assert not Path(config.trainer.run_dir).exists()
+
+
+def test_a_learning_rate_out_of_all_measure_is_told_and_stops_the_run(make_config: MakeConfig) -> None:
+    notices: list[str] = []
+    with pytest.raises(WorkerError, match=r"step 2: the gradient of update 2 is nan.*update_ratio above 1"):
+        list(Trainer(make_config("actor.lr=1e30", "data.validation=null"), notify=notices.append).steps())
+    (told,) = notices
+    assert "step 1: an update has changed the weights of the actor by " in told and "lower actor.lr=1e+30" in told
+    assert read_metrics(Path(make_config().trainer.run_dir))[0]["actor/update_ratio"] > 1e30
 
 
 def test_rewards_rise(make_config: MakeConfig) -> None:

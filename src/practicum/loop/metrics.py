@@ -179,6 +179,7 @@ def update_metrics(stats: UpdateStats) -> dict[str, float]:
         "actor/clipped_share": stats.clipped / num_tokens,
         "actor/grad_norm": stats.grad_norm,
         "actor/lr": stats.lr,
+        "actor/update_ratio": stats.update_ratio,
     }
 
 
@@ -192,4 +193,5 @@ def critic_metrics(stats: CriticStats, explained_variance: float | None) -> dict
         "critic/clipped_share": stats.clipped / num_tokens,
         "critic/grad_norm": stats.grad_norm,
         "critic/lr": stats.lr,
+        "critic/update_ratio": stats.update_ratio,
     }

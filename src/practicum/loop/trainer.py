@@ -145,6 +145,8 @@ class Trainer:
             add_advantages(learnt, config.algorithm, self._learners.kl_coefficient, baselines)
             with watch.phase("update"):
                 updated = await self._learners.update(number, learnt)
+            for text in self._notices.of_update(number, updated):
+                self._notify(text)
             with watch.phase("weights"):
                 # Where batches are made ahead, it is not known who has the devices next.
                 await self._rollout.update_weights(number, stays_awake=not config.trainer.staleness)

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 
 from practicum import Config
 from practicum.errors import ConfigError
@@ -28,17 +29,35 @@ def load(*overrides: str) -> Config:
         (["rollout.enable_rollout_routing_replay=True"], "R3"),
         (["rollout.enable_rollout_routing_replay=true", "actor.router_replay.mode=R3"], "R3"),
         (["rollout.enable_rollout_routing_replay=false", "actor.router_replay.mode=R2"], "R2"),
+        (["rollout.enable_rollout_routing_replay=True", "actor.router_replay.mode=R2"], "R2"),
     ],
 )
-def test_one_switch_turns_on_both_ends(overrides: list[str], mode: str) -> None:
-    assert load(*overrides).actor.router_replay.mode == mode
+def test_the_mode_decides_what_is_replayed_and_the_flag_what_the_engine_records(
+    overrides: list[str], mode: str
+) -> None:
+    config = load(*overrides)
+    assert config.actor.router_replay.mode == mode
+    assert config.captures_routes == (mode == "R3" or "rollout.enable_rollout_routing_replay=True" in overrides)
+    assert Config.from_tree(yaml.safe_load(config.to_yaml())) == config
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["actor.router_replay.mode=R4"], "should be 'disabled', 'R2' or 'R3'"),
-        (["rollout.enable_rollout_routing_replay=true", "actor.router_replay.mode=R2"], "contradicts"),
+        (["rollout.enable_rollout_routing_replay=true", "actor.router_replay.mode=disabled"], "nothing reads them"),
+        (
+            [
+                "rollout.enable_rollout_routing_replay=true",
+                "actor.router_replay.mode=R2",
+                "actor.router_replay.replay_file=x",
+            ],
+            "nothing is generated",
+        ),
+        (
+            ["rollout.enable_rollout_routing_replay=true", "actor.router_replay.mode=R2", "rollout.engine=hf"],
+            "routing_replay=true needs an engine .* rollout.engine=hf does not",
+        ),
         (["rollout.enable_rollout_routing_replay=false", "actor.router_replay.mode=R3"], "contradicts"),
         (["actor.router_replay.mode=R3", "rollout.engine=hf"], "rollout.engine=hf does not: set it to native or vllm"),
         (

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from practicum.config import Config
-from practicum.errors import CheckpointError
+from practicum.errors import CheckpointError, ConfigError
 from practicum.loop.run_folder import RunFolder, RunState, read_best, read_metrics, read_validation
 from practicum.loop.trackers import JsonlTracker
 from practicum.types import Prompt, Score
@@ -88,22 +89,110 @@ def test_metrics_after_the_checkpoint_are_cut_off(make_config: MakeConfig) -> No
     resumed.close()
 
 
-@pytest.mark.parametrize("change", ["model.path=./other", "data.train=other.jsonl", "trainer.seed=7"])
-def test_what_the_checkpoint_depends_on_cannot_change(make_config: MakeConfig, change: str) -> None:
+@pytest.mark.parametrize(
+    ("start", "change", "told"),
+    [
+        ([], ["model.path=./other"], "model.path: .* -> ./other"),
+        ([], ["data.train=other.jsonl"], "data.train: .* -> other.jsonl"),
+        ([], ["trainer.seed=7"], "trainer.seed: 0 -> 7"),
+        ([], ["algorithm.advantage=gae"], "algorithm.advantage: grpo -> gae"),
+        (["algorithm.advantage=gae"], [], "algorithm.advantage: gae -> grpo"),
+        (["algorithm.advantage=gae"], ["algorithm.advantage=gae", "critic.path=./c"], "critic.path: None -> ./c"),
+        ([], ["actor.lora.rank=4"], "actor.lora.rank: None -> 4; actor.lora.targets: None -> all-linear"),
+    ],
+)
+def test_what_the_checkpoint_depends_on_cannot_change(
+    make_config: MakeConfig, start: list[str], change: list[str], told: str
+) -> None:
+    folder = RunFolder(make_config(*start))
+    save(folder, RunState(3, 12))
+    folder.close()
+    (folder.path / "metrics.jsonl").write_text('{"step": 3}\n{"step": 4}\n')
+    (folder.path / "checkpoints" / ".step-000004").mkdir()
+    before = contents(folder.path)
+    with pytest.raises(CheckpointError, match=rf"cannot go on with another {told}.*may change when a run is resumed"):
+        RunFolder(make_config("resume=auto", *change))
+    assert contents(folder.path) == before
+
+
+def test_whoever_else_refuses_to_resume_does_so_before_anything_is_written(make_config: MakeConfig) -> None:
     folder = RunFolder(make_config())
     save(folder, RunState(3, 12))
     folder.close()
-    with pytest.raises(CheckpointError, match=rf"cannot go on with another {change.partition('=')[0]}: "):
-        RunFolder(make_config("resume=auto", change))
+    before = contents(folder.path)
+
+    def refuse(config: Config) -> None:
+        raise ConfigError("not with this one")
+
+    with pytest.raises(ConfigError, match="not with this one"):
+        RunFolder(make_config("resume=auto", "actor.lr=2"), refuse)
+    assert contents(folder.path) == before
 
 
-def test_a_damaged_checkpoint_says_what_to_do(make_config: MakeConfig) -> None:
+def contents(folder: Path) -> dict[str, str | None]:
+    return {str(path): path.read_text() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+def damage_weights(checkpoint: Path) -> str:
+    (checkpoint / "weights").write_text("")
+    return "weights has 0 of 1 bytes"
+
+
+def lose_weights(checkpoint: Path) -> str:
+    (checkpoint / "weights").unlink()
+    return "weights is missing"
+
+
+def damage_state(checkpoint: Path) -> str:
+    (checkpoint / "state.json").write_text("{}")
+    return "no usable state.json"
+
+
+def damage_table(name: str) -> Callable[[Path], str]:
+    """As a file system does that loses what was written last, in a run of an earlier version."""
+
+    def damage(checkpoint: Path) -> str:
+        told = json.loads((checkpoint / "state.json").read_text())
+        del told["files"]
+        (checkpoint / "state.json").write_text(json.dumps(told))
+        (checkpoint / name).write_bytes(bytes(1000))
+        return f"{name} (cannot be read|is not whole)"
+
+    return damage
+
+
+DAMAGES = [
+    damage_weights,
+    lose_weights,
+    damage_state,
+    *map(damage_table, ("rng-0.pt", "config.json", "model.safetensors")),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over(make_config: MakeConfig, damage: Callable[[Path], str]) -> None:
+    folder = RunFolder(make_config())
+    for step in (1, 3):
+        save(folder, RunState(step, 4 * step))
+    folder.close()
+    told = damage(folder.path / "checkpoints" / "step-000003")
+    resumed = RunFolder(make_config("resume=auto"))
+    assert resumed.checkpoint is not None and resumed.checkpoint.state.step == 1
+    (text,) = resumed.passed_over
+    assert re.search(rf"step-000003.*{told}.*damaged-step-000003", text)
+    save(resumed, RunState(3, 12))  # the damaged one is out of the way
+    resumed.close()
+
+
+def test_without_a_whole_checkpoint_nothing_is_begun_anew(make_config: MakeConfig) -> None:
     folder = RunFolder(make_config())
     save(folder, RunState(3, 12))
     folder.close()
-    (folder.path / "checkpoints" / "step-000003" / "state.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"step-000003 has no usable state.json.*delete that folder"):
+    damage_weights(folder.path / "checkpoints" / "step-000003")
+    before = contents(folder.path)
+    with pytest.raises(CheckpointError, match=r"step-000003 is damaged: weights.*no other whole checkpoint.*run_dir"):
         RunFolder(make_config("resume=auto"))
+    assert contents(folder.path) == before
 
 
 def test_a_damaged_line_of_metrics_is_named(make_config: MakeConfig) -> None:

@@ -13,7 +13,17 @@ import torch
 from safetensors import safe_open
 
 from practicum import Config, Trainer
-from practicum.errors import ConfigError, DataError, ModelError, ReplayError, ResourceError, RewardError, RolloutError
+from practicum.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelError,
+    ReplayError,
+    ResourceError,
+    RewardError,
+    RolloutError,
+    WorkerError,
+)
 from practicum.loop.explain import explanation
 from practicum.loop.run_folder import read_best, read_metrics
 from practicum.models import load_model
@@ -135,6 +145,15 @@ def test_wandb_that_is_not_there_is_missed_before_anything_starts(
     assert not Path(config.trainer.run_dir).exists()
 
 
+def test_a_learning_rate_out_of_all_measure_is_told_and_stops_the_run(make_config: MakeConfig) -> None:
+    notices: list[str] = []
+    with pytest.raises(WorkerError, match=r"step 2: the gradient of update 2 is nan.*update_ratio above 1"):
+        list(Trainer(make_config("actor.lr=1e30", "data.validation=null"), notify=notices.append).steps())
+    (told,) = notices
+    assert "step 1: an update has changed the weights of the actor by " in told and "lower actor.lr=1e+30" in told
+    assert read_metrics(Path(make_config().trainer.run_dir))[0]["actor/update_ratio"] > 1e30
+
+
 def test_rewards_rise(make_config: MakeConfig) -> None:
     config = make_config("trainer.steps=25", "data.prompts_per_step=8", "rollout.answers_per_prompt=8")
     rewards = [report.reward for report in Trainer(config).steps()]
@@ -157,6 +176,23 @@ def test_a_resumed_run_is_the_uninterrupted_one(make_config: MakeConfig, tmp_pat
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert list(resumed.steps()) == []  # nothing is left to do
     assert notices == ["resuming after step 2", "nothing is left to do: 4 steps are done"]
+
+
+@pytest.mark.parametrize("name", ["rng-0.pt", "model/model.safetensors", "model/config.json"])
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(make_config: MakeConfig, tmp_path: Path, name: str) -> None:
+    list(Trainer(make_config("trainer.checkpoint_every=1")).steps())
+    run_dir = Path(make_config().trainer.run_dir)
+    rows, model = read_metrics(run_dir), run_dir / "checkpoints" / "step-000002" / "model"
+    damaged = run_dir / "checkpoints" / "step-000002" / name
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    if name.startswith("model/"):
+        with pytest.raises(CheckpointError, match=rf"^model\.path=.*{name} has 100 of .*set it to .*step-000001/model"):
+            Trainer(make_config(f"model.path={model}", f"trainer.run_dir={tmp_path}/other"))
+    notices: list[str] = []
+    resumed = Trainer(make_config("resume=auto", "trainer.checkpoint_every=1"), notify=notices.append)
+    assert [report.number for report in resumed.steps()] == [2]
+    assert f"step-000002 is damaged: {name} has 100 of " in notices[0] and notices[1] == "resuming after step 1"
+    assert timeless(read_metrics(run_dir)) == timeless(rows)
 
 
 def test_a_run_resumed_with_another_config_says_what_changed(make_config: MakeConfig) -> None:
@@ -327,6 +363,13 @@ def test_experts_are_replayed_and_the_metrics_tell(make_config: MakeConfig, mode
     assert any(row["replay/disagreement"] > 0 for row in rows)  # the second update of a step finds other weights
     assert ("replay/kl_with" in rows[0]) == (mode == "R3") and "replay/kl_with" not in rows[1]
     assert (Path(config.trainer.run_dir) / "routes.rec").exists() == (mode == "R2")
+
+
+def test_with_r2_and_an_engine_that_records_their_disagreement_is_told(make_config: MakeConfig) -> None:
+    config = make_config("actor.router_replay.mode=R2", "rollout.enable_rollout_routing_replay=True")
+    for report in Trainer(config).steps():
+        assert report.metrics["replay/rollout_disagreement"] == 0.0  # in float32 both choose alike
+        assert report.metrics["replay/unknown_share"] == 0.0  # it is the trainer's own choice that is replayed
 
 
 def test_a_run_recorded_with_r2_is_repeated_from_its_file_bit_for_bit(make_config: MakeConfig, tmp_path: Path) -> None:

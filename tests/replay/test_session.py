@@ -94,6 +94,24 @@ def test_with_r2_the_trainers_own_choice_is_recorded_and_chosen_again(folder: Pa
     assert np.array_equal(found.token_ids, SAMPLES[2].token_ids)
 
 
+def test_with_r2_the_choice_of_the_rollout_is_compared_and_nothing_else(folder: Path, tmp_path: Path) -> None:
+    model, session = opened(folder, ReplaySettings("R2", record_file=str(tmp_path / "routes.rec")))
+    own = chosen(model, lambda _: torch.no_grad(), SAMPLES)
+    same, other, last = (with_routes(item, 3, 2, 8) for item in SAMPLES[:3])
+    for sample, experts in zip((same, other, last), own, strict=False):
+        sample.routes.experts[:] = experts  # type: ignore[union-attr]
+    other.routes.experts[1, 2] = [0, 1] if tuple(own[1][1, 2]) != (0, 1) else [2, 3]  # type: ignore[union-attr]
+    last.routes.experts[-1] = 7  # type: ignore[union-attr]  # of which nothing is known
+    batch = [same, other, last, *SAMPLES[3:]]
+    session.begin_step(4, batch)
+    for before, after in zip(own, chosen(model, session.old_pass, batch), strict=True):
+        assert np.array_equal(before, after)
+    stats = session.take_stats()
+    assert stats.num_rollout_differing == 1
+    assert stats.num_rollout_known == sum(3 * (item.num_tokens - 1) for item in SAMPLES[:3])
+    session.close()
+
+
 def test_a_sample_that_was_never_recorded_is_named(folder: Path, tmp_path: Path) -> None:
     model, session = opened(folder, ReplaySettings("R2", record_file=str(tmp_path / "routes.rec")))
     session.begin_step(4, SAMPLES)

@@ -13,9 +13,10 @@ import torch
 
 from practicum.algo import Objective
 from practicum.controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, WorkerGroup
-from practicum.train import ActorSettings, ActorWorker
+from practicum.errors import TrainingError, WorkerError
+from practicum.train import ActorSettings, ActorWorker, UpdateStats
 from practicum.types import Sample
-from tests.train.test_actor import SAMPLES, mini_batches, settings
+from tests.train.test_actor import SAMPLES, mini_batches, settings, updated
 
 EVERYTHING = Objective("ppo", {}, "sequence_mean", "truncated", "sequence", {}, "k2", 0.01)
 GIVEN = [
@@ -88,3 +89,49 @@ def test_so_do_ranks(num_samples: int, tiny_model: Path, tmp_path: Path, ray_ses
             assert_equal(one, gradient_of(ranks, tmp_path / "two", mini_batches(given, 2, 40)))
         finally:
             ranks.shutdown()
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_the_size_of_an_update_is_what_it_changes(weight_decay: float, tiny_model: Path, tmp_path: Path) -> None:
+    lr = 1e-3
+    told = settings(tiny_model, lr_schedule="constant", lr=lr, weight_decay=weight_decay)
+    stats, after = updated_after(told, tmp_path / "two", steps=2)
+    _, before = updated_after(told, tmp_path / "one", steps=1)
+    change = torch.stack([(after[n] - before[n] * (1 - lr * weight_decay)).norm() for n in after]).norm()
+    assert stats.update_ratio == pytest.approx((change / norm_of(before)).item(), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_so_it_is_on_two_ranks(tiny_model: Path, tmp_path: Path, ray_session: None) -> None:
+    one, _ = updated_after(settings(tiny_model), tmp_path / "one", steps=2)
+    with RayResourcePool([2]) as pool:
+        ranks = RayWorkerGroup(pool, RayClassWithInitArgs(ActorWorker, settings(tiny_model)), name="actors")
+        try:
+            two, _ = updated(ranks, tmp_path / "two", 40, steps=2)
+        finally:
+            ranks.shutdown()
+    assert two.update_ratio == pytest.approx(one.update_ratio, rel=1e-3)
+
+
+def test_weights_that_are_no_numbers_are_an_error_that_names_them(tiny_model: Path) -> None:
+    beyond_float32 = settings(tiny_model, lr=3.3e37, weight_decay=10.0)
+    group = LocalWorkerGroup(RayClassWithInitArgs(ActorWorker, beyond_float32), name="actor")
+    try:
+        told = r"step 7: update 1 .*the first is model\.\S+\. .*neither published nor saved\. Lower actor\.lr=3\.3e\+37"
+        with pytest.raises(WorkerError, match=told) as caught:
+            group.map(ActorWorker.update, mini_batches(SAMPLES, 1, 200), 7)
+        assert isinstance(caught.value.cause, TrainingError)
+    finally:
+        group.shutdown()
+
+
+def updated_after(told: ActorSettings, folder: Path, steps: int) -> tuple[UpdateStats, dict[str, torch.Tensor]]:
+    group = LocalWorkerGroup(RayClassWithInitArgs(ActorWorker, told), name="actor")
+    try:
+        return updated(group, folder, 200, steps=steps)
+    finally:
+        group.shutdown()
+
+
+def norm_of(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.stack([tensor.norm() for tensor in weights.values()]).norm()

@@ -23,18 +23,34 @@ class RouterReplayConfig(Section):
     compare_every: int = Field(default=20, ge=0)
     """Steps between comparisons of KL(rollout‖trainer) with and without replay, on one micro-batch; 0: never."""
 
+    def captures_routes(self, asked: bool | None) -> bool:
+        """Return whether the rollout engine records where it sends tokens; `asked` is its own key."""
+        return self.mode == "R3" or bool(asked)
+
     def check_engine(self, engine: str, asked: bool | None) -> None:
-        """Check against the `rollout` section: its engine, and its name for R3."""
-        if asked is not None and asked != (self.mode == "R3"):
+        """Check against the `rollout` section: its engine, and whether that is to record routes."""
+        key = "rollout.enable_rollout_routing_replay"
+        if asked is False and self.mode == "R3":
             raise ValueError(
-                f"rollout.enable_rollout_routing_replay={str(asked).lower()} contradicts "
-                f"actor.router_replay.mode={self.mode}: leave it out, the mode decides for both ends"
+                f"{key}=false contradicts actor.router_replay.mode=R3, which replays what the engine records: leave it "
+                "out, or set the mode to R2 or disabled"
             )
-        if self.mode == "R3" and not ENGINES[engine].records_routes:
-            able = [name for name, own in ENGINES.items() if own.records_routes]
+        if asked and self.mode == "disabled":
             raise ValueError(
-                f"actor.router_replay.mode=R3 needs an engine that records where it sends tokens, and "
-                f"rollout.engine={engine} does not: set it to {' or '.join(able)}, or the mode to R2"
+                f"{key}=true has the engine record routes, and with actor.router_replay.mode=disabled nothing reads "
+                "them: leave the mode out or set it to R3 to replay them, or to R2 to compare them with the trainer's"
+            )
+        if asked and self.replay_file is not None:
+            raise ValueError(
+                f"{key}=true has the engine record routes, and with actor.router_replay.replay_file nothing is "
+                "generated: leave one of them out"
+            )
+        if self.captures_routes(asked) and not ENGINES[engine].records_routes:
+            able = [name for name, own in ENGINES.items() if own.records_routes]
+            instead = "or the mode to R2" if self.mode == "R3" else f"or leave {key} out"
+            raise ValueError(
+                f"{'actor.router_replay.mode=R3' if self.mode == 'R3' else f'{key}=true'} needs an engine that records "
+                f"where it sends tokens, and rollout.engine={engine} does not: set it to {' or '.join(able)}, {instead}"
             )
 
     def check_staleness(self, staleness: int) -> None:

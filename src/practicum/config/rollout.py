@@ -100,7 +100,9 @@ class RolloutConfig(Section):
     """Partial rollout: answers under way are aborted for new weights and resumed under them. Otherwise no answer mixes
     versions: new weights wait until answers under way are finished."""
     enable_rollout_routing_replay: bool | None = None
-    """Another name of actor.router_replay.mode=R3, which turns on both ends by itself. None: as the mode says."""
+    """Whether the engine records where it sends tokens. True by itself means actor.router_replay.mode=R3. With mode R2
+    training still replays the trainer's own choices, and replay/rollout_disagreement tells how often the engine chose
+    otherwise. None: as the mode needs it."""
     agent: AgentConfig = AgentConfig()
     """Several turns with tools or an environment."""
     vllm: VllmConfig = VllmConfig()

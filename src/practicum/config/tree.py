@@ -165,6 +165,11 @@ class Config(Section):
         return replay.record_file
 
     @property
+    def captures_routes(self) -> bool:
+        """Whether the rollout engine records where it sends tokens."""
+        return self.actor.router_replay.captures_routes(self.rollout.enable_rollout_routing_replay)
+
+    @property
     def samples_per_step(self) -> int:
         return self.data.prompts_per_step * self.rollout.answers_per_prompt
 

@@ -133,6 +133,7 @@ def _replay(config: Config) -> str:
             f"{shape.num_experts} experts in {num_layers} layers",
             f"about {size:.1f} bytes a token, at most {most / 1e6:,.1f} MB a step"
             + (f", recorded in {config.record_file}" if config.record_file else ""),
+            *(["the engine's choices are compared with them"] if mode == "R2" and config.captures_routes else []),
         ]
     )
 

@@ -85,7 +85,7 @@ class Learners:
         ranks = self._mini_batches(learnt)
         metrics: dict[str, float] = {}
         if self._critics is not None:
-            critic = CriticStats.combined(await self._critics.map_async(CriticWorker.update, ranks))
+            critic = CriticStats.combined(await self._critics.map_async(CriticWorker.update, ranks, step))
             metrics |= critic_metrics(critic, variance_explained(learnt))
         coefficient, learns = self.kl_coefficient, step > self._config.critic.warmup_steps
         actor = await self._actors.map_async(ActorWorker.update, ranks, step, coefficient, learns)

@@ -146,6 +146,8 @@ def replay_metrics(stats: ReplayStats) -> dict[str, float]:
     if stats.num_compared:
         found["replay/kl_with"] = stats.kl_with / stats.num_compared
         found["replay/kl_without"] = stats.kl_without / stats.num_compared
+    if stats.num_rollout_known:
+        found["replay/rollout_disagreement"] = stats.num_rollout_differing / stats.num_rollout_known
     return found
 
 
@@ -177,6 +179,7 @@ def update_metrics(stats: UpdateStats) -> dict[str, float]:
         "actor/clipped_share": stats.clipped / num_tokens,
         "actor/grad_norm": stats.grad_norm,
         "actor/lr": stats.lr,
+        "actor/update_ratio": stats.update_ratio,
     }
 
 
@@ -190,4 +193,5 @@ def critic_metrics(stats: CriticStats, explained_variance: float | None) -> dict
         "critic/clipped_share": stats.clipped / num_tokens,
         "critic/grad_norm": stats.grad_norm,
         "critic/lr": stats.lr,
+        "critic/update_ratio": stats.update_ratio,
     }

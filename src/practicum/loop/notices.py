@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from practicum.reward.rubric import Rubric
 from practicum.types import Prompt
 
 _STEPS_WITHOUT_SIGNAL = 3  # in a row
+_LARGEST_RATIO = 1.0  # of an update to the weights, in norms: sound ones are below 0.01
 
 
 def unseen(
@@ -58,6 +60,21 @@ class StepNotices:
         self._config = config
         self._num_with_failures = 0
         self._num_without_signal = 0  # in a row
+        self._num_too_large: Counter[str] = Counter()  # updates, by role
+
+    def of_update(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
+        """Return what is to be said about updates that change weights by more than their own size: in the first,
+        second, fourth such step, and so on."""
+        for role, lr in (("actor", self._config.actor.lr), ("critic", self._config.critic.lr)):
+            ratio = metrics.get(f"{role}/update_ratio", 0.0)
+            if ratio > _LARGEST_RATIO:
+                self._num_too_large[role] += 1
+                if self._num_too_large[role].bit_count() == 1:
+                    yield (
+                        f"step {step}: an update has changed the weights of the {role} by {ratio:.3g} times their size "
+                        f"({role}/update_ratio), so that hardly anything is left of what they were. Stop, lower "
+                        f"{role}.lr={lr:g}, delete checkpoints of this step and later, and go on with resume=auto"
+                    )
 
     def of(self, step: int, metrics: Mapping[str, float], report: GradingReport) -> Iterator[str]:
         """Return what is to be said about a step: why samples could not be graded, in the first, second, fourth step

@@ -59,7 +59,7 @@ async def open_learners(
         model_path,
         device=_device(config, controller),
         dtype=config.model.dtype,
-        keep_routes=config.actor.router_replay.mode == "R3",
+        keep_routes=config.captures_routes,
         adapters=sent_adapters(config),
         timeout_s=timeout_s,
         start_timeout_s=config.controller.start_timeout_s,

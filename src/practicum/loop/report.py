@@ -35,6 +35,7 @@ CHARTS = (
     Chart("Learning", (("reward (training)", "reward/mean"), ("accuracy (held out)", "validation/accuracy"))),
     Chart("KL(rollout | trainer) per token", (("KL", "rollout/kl"),), log_scale=True),
     Chart("Routing: tokens x layers that the live router would send elsewhere", (("share", "replay/disagreement"),)),
+    Chart("Routing: tokens x layers that rollout and trainer route apart", (("share", "replay/rollout_disagreement"),)),
     Chart(
         "KL(rollout | trainer) with and without router replay",
         (("with", "replay/kl_with"), ("without", "replay/kl_without")),

@@ -10,7 +10,8 @@
     wandb.json, wandb/              the run's id at W&B, and what W&B keeps on disk
     summary.json, report.html       written at the end
 
-A checkpoint is written into a hidden folder, synced to disk, then renamed: it is either whole or not there. Metrics of
+A checkpoint is written into a hidden folder, synced to disk, then renamed: it is either whole or not there. Its
+state.json has the size of every file, so that damage that comes later is found before anything is started. Metrics of
 a step are on disk before its checkpoint, so a resumed run cuts them off after that step and goes on. Which checkpoint
 is the best follows from the metrics; best.json is only the mark of it, and names one that is there at any moment.
 """
@@ -21,6 +22,7 @@ import fcntl
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -38,12 +40,20 @@ _BEST = "best.json"
 _IN_DATA = "its checkpoint holds a position in the prompts as they are shuffled"
 _CANNOT_CHANGE = {
     "model.path": "its checkpoint is of that model; where the model has only moved, leave a link at its old place",
+    "algorithm.advantage": "a checkpoint holds a critic with gae, and only with gae",
+    "critic.path": "its checkpoint holds a critic that was made from that model",
     "data.train": _IN_DATA,
     "trainer.seed": _IN_DATA,
     **dict.fromkeys(
         (f"actor.lora{key}" for key in ("", ".rank", ".alpha", ".targets")), "its checkpoint holds what these learn"
     ),
 }
+
+
+_CAN_CHANGE = (
+    "learning rates, batch sizes, losses, rollout, rewards, trainer.steps and trainer.num_workers may change when a "
+    "run is resumed"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +90,9 @@ class Checkpoint:
 class RunFolder:
     """A run folder, opened by one process at a time; a second one is refused."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, check_resumed: Callable[[Config], None] = lambda _: None) -> None:
+        """`check_resumed` raises where more than is known here forbids to resume with that config. Nothing in the
+        folder has changed by then."""
         self.path = Path(config.trainer.run_dir)
         self._keep = config.trainer.keep_checkpoints
         self._best_by = config.trainer.keep_best
@@ -92,7 +104,7 @@ class RunFolder:
             raise CheckpointError(f"run folder {self.path} cannot be written: {error.strerror}.") from error
         self._lock = lock_folder(self.path)
         try:
-            self.checkpoint = self._prepare(config)
+            self.checkpoint = self._prepare(config, check_resumed)
         except BaseException:
             self.close()
             raise
@@ -100,7 +112,7 @@ class RunFolder:
     def close(self) -> None:
         self._lock.close()
 
-    def _prepare(self, config: Config) -> Checkpoint | None:
+    def _prepare(self, config: Config, check_resumed: Callable[[Config], None]) -> Checkpoint | None:
         """Return the checkpoint to resume from, or None to start at the beginning."""
         saved = self.path / "config.yaml"
         # A run that never took a step, because it could not start, is nothing to protect.
@@ -109,31 +121,26 @@ class RunFolder:
                 f"run folder {self.path} already holds a run: add resume=auto to continue it, "
                 "or set another trainer.run_dir."
             )
+        checkpoint, broken = newest_whole(self.path / "checkpoints")
+        if broken and checkpoint is None:
+            raise CheckpointError(
+                f"{next(iter(broken.values()))}, and there is no other whole checkpoint in {self.path}: restore that "
+                "file, or set another trainer.run_dir to start from the beginning."
+            )
+        self.changes = []
+        if checkpoint is not None:
+            self.changes = _changes(saved, config)
+            check_resumed(config)
         for leftover in (self.path / "checkpoints").glob(".*"):
             shutil.rmtree(leftover)
-        checkpoint = self._newest()
-        self.changes = _changes(saved, config) if checkpoint else []
+        self.passed_over = [_set_aside(folder, problem) for folder, problem in broken.items()]
         self._cut_metrics(checkpoint.state.step if checkpoint else -1)
         write_durably(saved, config.to_yaml())
         self._find_best()
         return checkpoint
 
-    def _newest(self) -> Checkpoint | None:
-        folders = self._checkpoints()
-        if not folders:
-            return None
-        try:
-            told = json.loads((folders[-1] / "state.json").read_text())
-            state = RunState(**{**told, "data_again": tuple(told.get("data_again", ()))})
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(
-                f"checkpoint {folders[-1]} has no usable state.json ({error}): delete that folder to go on from an "
-                "earlier one."
-            ) from error
-        return Checkpoint(folders[-1], state)
-
     def _checkpoints(self) -> list[Path]:
-        return sorted((self.path / "checkpoints").glob("step-*"))
+        return _checkpoints_in(self.path / "checkpoints")
 
     def _cut_metrics(self, last_step: int) -> None:
         kept = [json.dumps(row) + "\n" for row in read_metrics(self.path) if row["step"] <= last_step]
@@ -175,7 +182,8 @@ class RunFolder:
         final = self.path / "checkpoints" / name
         hidden.mkdir()
         yield hidden
-        (hidden / "state.json").write_text(json.dumps(asdict(state)) + "\n")
+        files = {str(path.relative_to(hidden)): path.stat().st_size for path in hidden.rglob("*") if path.is_file()}
+        (hidden / "state.json").write_text(json.dumps({**asdict(state), "files": files}) + "\n")
         for path in [*hidden.rglob("*"), hidden]:
             _sync(path)
         hidden.rename(final)
@@ -241,6 +249,81 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def newest_whole(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
+    """Return the newest checkpoint in `folder` that is whole, and what is wrong with each newer one."""
+    broken: dict[Path, str] = {}
+    for own in reversed(_checkpoints_in(folder)):
+        try:
+            return _read_checkpoint(own), broken
+        except CheckpointError as error:
+            broken[own] = str(error)
+    return None, broken
+
+
+def check_checkpoint_path(key: str, path: str) -> None:
+    """Raise where the path of a model, the value of `key`, is in a checkpoint and files of it are damaged."""
+    own = Path(path)
+    if own.parent.parent.name != "checkpoints" or not own.is_dir():
+        return
+    try:
+        _read_checkpoint(own.parent, within=own.name)
+    except CheckpointError as error:
+        whole, _ = newest_whole(own.parent.parent)
+        instead = f"set it to {whole.folder / own.name}, the newest whole checkpoint there" if whole else "set another"
+        raise CheckpointError(f"{key}={path}: {error}: {instead}.") from error
+
+
+def _read_checkpoint(folder: Path, within: str = "") -> Checkpoint:
+    """Return a checkpoint; raise where a file of it, or of the folder `within` it, is missing or damaged."""
+    try:
+        told = json.loads((folder / "state.json").read_text())
+        sizes = told.pop("files", {})  # of runs of earlier versions they are not known
+        state = RunState(**{**told, "data_again": tuple(told.get("data_again", ()))})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"checkpoint {folder} has no usable state.json ({error})") from error
+    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    for name in sorted({*sizes, *there}):
+        if name.startswith(within) and (problem := _damage(folder / name, sizes.get(name))):
+            raise CheckpointError(f"checkpoint {folder} is damaged: {name} {problem}")
+    return Checkpoint(folder, state)
+
+
+def _damage(path: Path, expected: int | None) -> str | None:
+    """Return what is wrong with a file, as far as its size and its table of contents tell; None if nothing is."""
+    if not path.is_file():
+        return "is missing"
+    size = path.stat().st_size
+    if expected not in (None, size):
+        return f"has {size:,} of {expected:,} bytes"
+    try:
+        if path.suffix == ".json":
+            json.loads(path.read_text())
+        elif path.suffix == ".pt":
+            zipfile.ZipFile(path).close()
+        elif path.suffix == ".safetensors":
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length)) if length < size else {}
+            ends = [own["data_offsets"][1] for name, own in header.items() if name != "__metadata__"]
+            if not ends or 8 + length + max(ends) != size:
+                return "is not whole"
+    except (OSError, ValueError, LookupError, zipfile.BadZipFile) as error:
+        return f"cannot be read ({error})"
+    return None
+
+
+def _set_aside(folder: Path, problem: str) -> str:
+    """Rename a damaged checkpoint, so that its step can be saved again; return what to tell of it."""
+    aside = folder.with_name(f"damaged-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)  # it was damaged once before
+    folder.rename(aside)
+    return f"{problem}; it is passed over, and is {aside.name} now: delete it when you have looked at it"
+
+
+def _checkpoints_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*"))
+
+
 def read_best(run_dir: Path) -> Best | None:
     """Return the checkpoint that a run has marked as its best, if any."""
     path = run_dir / _BEST
@@ -270,16 +353,19 @@ def _changes(saved: Path, config: Config) -> list[str]:
     except ConfigError as error:  # from a version with other keys
         return [f"the run's own config cannot be read any more: {error}"]
     changes = [change for change in config.changes_from(before) if not change.startswith("resume:")]
-    same = {"actor.lora.alpha"} if _scale(before) == _scale(config) else set()
+    can = {"actor.lora.alpha"} if _scale(before) == _scale(config) else set()
+    if before.algorithm.needs_critic == config.algorithm.needs_critic:
+        can |= {"algorithm.advantage"}
     refused = {
         change: _CANNOT_CHANGE[key]
         for change in changes
-        if (key := change.partition(":")[0]) in _CANNOT_CHANGE.keys() - same
+        if (key := change.partition(":")[0]) in _CANNOT_CHANGE.keys() - can
     }
     if refused:
         raise CheckpointError(
             f"the run in {saved.parent} cannot go on with another {'; '.join(refused)}: "
-            f"{'; '.join(dict.fromkeys(refused.values()))}. Set another trainer.run_dir for a new run."
+            f"{'; '.join(dict.fromkeys(refused.values()))}. Set it as it was, or another trainer.run_dir for a new "
+            f"run; {_CAN_CHANGE}."
         )
     return changes
 

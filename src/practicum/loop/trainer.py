@@ -29,7 +29,7 @@ from practicum.loop.notices import StepNotices, unseen
 from practicum.loop.pipeline import DeviceLease, EncodedPrompt, GroupBuffer, Pipeline, PromptSource, trajectories_of
 from practicum.loop.placement import check_rollout, open_learners, open_only_learners
 from practicum.loop.recordings import check_recordings, check_resumed, groups_of
-from practicum.loop.run_folder import RunFolder, RunState
+from practicum.loop.run_folder import RunFolder, RunState, check_checkpoint_path
 from practicum.loop.settings import check_lora
 from practicum.loop.trackers import check_trackers, open_trackers
 from practicum.loop.validation import check_keep_best, validation_metrics
@@ -59,6 +59,8 @@ class Trainer:
         self._notified_at_s = -_PROGRESS_EVERY_S
         self._notices = StepNotices(config)
         self.rubric = check_reward(config.reward)
+        for key, path in _model_paths(config).items():
+            check_checkpoint_path(key, path)
         tokenizer = self._tokenizer = load_tokenizer(config.model.path)
         _check_models(config, load_config(config.model.path), tokenizer)
         self._tools = [tool.schema for tool in describe_tools(config.rollout.agent.tools)]
@@ -83,15 +85,16 @@ class Trainer:
         """Run the training, one report a step. Leaving the loop early ends all processes."""
         config = self.config
         with ExitStack() as stack:
-            folder = RunFolder(config)
+            folder = RunFolder(config, check_resumed)
             stack.callback(folder.close)
             resumed = folder.checkpoint
             first = resumed.state.step + 1 if resumed else 1
             if first > config.trainer.steps:
                 self._notify(f"nothing is left to do: {first - 1} steps are done")
                 return
+            for text in folder.passed_over:
+                self._notify(text)
             if resumed:
-                check_resumed(config)
                 self._notify("; ".join([f"resuming after step {first - 1}", *folder.changes]))
             # In this thread: Ray replaces signal handlers, which others cannot, and Ctrl-C ends the wait for the pool.
             controller = stack.enter_context(
@@ -142,6 +145,8 @@ class Trainer:
             add_advantages(learnt, config.algorithm, self._learners.kl_coefficient, baselines)
             with watch.phase("update"):
                 updated = await self._learners.update(number, learnt)
+            for text in self._notices.of_update(number, updated):
+                self._notify(text)
             with watch.phase("weights"):
                 # Where batches are made ahead, it is not known who has the devices next.
                 await self._rollout.update_weights(number, stays_awake=not config.trainer.staleness)
@@ -280,10 +285,19 @@ class Trainer:
         return short
 
 
+def _model_paths(config: Config) -> dict[str, str]:
+    paths = {
+        "model.path": config.model.path,
+        "algorithm.kl.reference": config.algorithm.kl.reference,
+        "critic.path": config.critic.path,
+    }
+    return {key: path for key, path in paths.items() if path is not None}
+
+
 def _check_models(config: Config, model_config: Any, tokenizer: Any) -> None:
     check_lora(config, model_config)
-    for key, path in (("algorithm.kl.reference", config.algorithm.kl.reference), ("critic.path", config.critic.path)):
-        if path is not None:
+    for key, path in _model_paths(config).items():
+        if key != "model.path":
             try:
                 own, other = (c.get_text_config().vocab_size for c in (model_config, load_config(path)))
                 others = vocabulary_conflicts(tokenizer, path)

@@ -1,6 +1,7 @@
 """Router replay in training: what one rank records, and what it has its routers choose again.
 
     R2   old log-probs ─ routers choose, recorded ─▶ file ─▶ every update of the step: they choose it again
+         Where the rollout has recorded its own choice too, it is counted how often the two differ.
     R3   rollout ─ recorded in the samples ─▶ old log-probs and every update: they choose it again
 
 A recording of an earlier run may take the place of what R2 records.
@@ -70,6 +71,8 @@ class ReplayStats:
     kl_with: float = 0.0  # sums over the tokens that were compared
     kl_without: float = 0.0
     num_compared: int = 0
+    num_rollout_differing: int = 0  # token-layers that the rollout sent elsewhere than the trainer, with R2
+    num_rollout_known: int = 0  # of so many of which both are known
 
     @classmethod
     def combined(cls, ranks: Sequence[ReplayStats]) -> ReplayStats:
@@ -248,7 +251,17 @@ class ReplaySession:
             own = experts[start : start + sample.num_tokens]
             routes.append(RoutedExperts(own, shape.layers, np.ones(len(own), np.bool_), shape.num_experts))
         if routes:
+            self._compare_with_rollout(placed.samples, routes)
             self._count(self._write(placed.samples, routes), placed.samples)
+
+    def _compare_with_rollout(self, samples: Sequence[Sample], recorded: Sequence[RoutedExperts]) -> None:
+        """Count how often the rollout chose other experts than were just recorded, where samples bring its choice."""
+        for own, written in zip(recorded, self._routes_of_rollout(samples), strict=True):
+            if written is not None:
+                known = written.known
+                differing = (written.experts[known] != own.experts[known]).any(axis=-1)
+                self._stats.num_rollout_differing += int(differing.sum())
+                self._stats.num_rollout_known += differing.size
 
     def _write(self, samples: Sequence[Sample], routes: Sequence[RoutedExperts]) -> int:
         assert self._writer is not None
@@ -262,10 +275,14 @@ class ReplaySession:
             assert self._reader is not None
             self._reader.refresh()
             return list(self._reader.routes([sample.id for sample in placed.samples]))
-        there = iter(decoded([sample.routes for sample in placed.samples if sample.routes is not None]))
-        routes = [None if sample.routes is None else next(there) for sample in placed.samples]
+        return self._routes_of_rollout(placed.samples)
+
+    def _routes_of_rollout(self, samples: Sequence[Sample]) -> list[RoutedExperts | None]:
+        """Return the routes that samples bring along."""
+        there = iter(decoded([sample.routes for sample in samples if sample.routes is not None]))
+        routes = [None if sample.routes is None else next(there) for sample in samples]
         expected = (self.shape.k, self.shape.num_experts, self.shape.layers.tolist())
-        for sample, own in zip(placed.samples, routes, strict=True):
+        for sample, own in zip(samples, routes, strict=True):
             if own is None or (found := (own.experts.shape[2], own.num_experts, own.layers.tolist())) == expected:
                 continue
             raise ReplayError(

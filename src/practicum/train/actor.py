@@ -94,6 +94,7 @@ class UpdateStats:
     correction: CorrectionFigures | None = None
     grad_norm: float = 0.0  # mean over the updates, the same on all ranks
     lr: float = 0.0  # of the last update; 0 where there was none
+    update_ratio: float = 0.0  # largest of the updates: their change over the weights, in norms
     replay: ReplayStats | None = None
     by_staleness: Mapping[int, StalenessFigures] = field(default_factory=dict)
 
@@ -133,6 +134,7 @@ class UpdateStats:
             correction=CorrectionFigures.combined(figures) if figures else None,
             grad_norm=ranks[0].grad_norm,
             lr=ranks[0].lr,
+            update_ratio=ranks[0].update_ratio,
             replay=ReplayStats.combined([stats.replay for stats in ranks if stats.replay]) if ranks[0].replay else None,
             by_staleness=combined_figures(stats.by_staleness for stats in ranks),
         )
@@ -211,8 +213,9 @@ class ActorWorker(ModelWorker):
                             (losses.total * self.world_size).backward()  # FSDP averages gradients over ranks
                         stats.add(tokens, losses)  # waits for the device, so not before it has all to do
                     if learns:
-                        grad_norm, stats.lr = self._learner.step()
-                        stats.grad_norm += grad_norm / num_updates
+                        size = self._learner.step(step)
+                        stats.grad_norm += size.grad_norm / num_updates
+                        stats.lr, stats.update_ratio = size.lr, max(size.ratio, stats.update_ratio)
         if not learns:
             reshard(self._model)
         stats.replay = None if self._replay is None else self._replay.take_stats()

@@ -82,8 +82,8 @@ def _loaded(path: Path) -> dict[str, Any]:
         found: dict[str, Any] = torch.load(path, weights_only=True)
     except (OSError, RuntimeError, EOFError, IndexError, UnpicklingError) as error:
         raise CheckpointError(
-            f"checkpoint {path.parent}: {path.name} cannot be read ({type(error).__name__}): delete that folder "
-            "to go on from an earlier one."
+            f"checkpoint {path.parent}: {path.name} cannot be read ({type(error).__name__}): delete that folder, "
+            "and resume=auto goes on from an earlier one."
         ) from error
     return found
 
@@ -114,7 +114,7 @@ def load_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, fold
     set_optimizer_state_dict(model, optimizer, saved["optimizer"], options=StateDictOptions(full_state_dict=True))
     random_state = folder / f"rng-{rank}.pt"
     if random_state.exists():
-        state = torch.load(random_state, weights_only=True)
+        state = _loaded(random_state)
         torch.set_rng_state(state["cpu"])
         if state["cuda"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])

@@ -44,6 +44,7 @@ class CriticStats:
     clipped: float = 0.0
     grad_norm: float = 0.0  # mean over the updates, the same on all ranks
     lr: float = 0.0  # of the last update
+    update_ratio: float = 0.0  # largest of the updates: their change over the weights, in norms
 
     @classmethod
     def combined(cls, ranks: Sequence[CriticStats]) -> CriticStats:
@@ -54,6 +55,7 @@ class CriticStats:
             clipped=sum(stats.clipped for stats in ranks),
             grad_norm=ranks[0].grad_norm,
             lr=ranks[0].lr,
+            update_ratio=ranks[0].update_ratio,
         )
 
 
@@ -80,7 +82,7 @@ class CriticWorker(ModelWorker):
         reshard(self._model)
         return found
 
-    def update(self, mini_batches: Sequence[MiniBatch]) -> CriticStats:
+    def update(self, mini_batches: Sequence[MiniBatch], step: int = 1) -> CriticStats:
         """Learn from the returns of a step, one optimizer update per mini-batch and epoch."""
         stats = CriticStats()
         work = [[pack(micro, self._packing) for micro in batch.micro_batches] for batch in mini_batches]
@@ -89,8 +91,9 @@ class CriticWorker(ModelWorker):
                 for micro in micros:
                     loss = self._loss(micro, stats) / max(1, batch.totals.num_tokens)
                     (loss * self.world_size).backward()  # FSDP averages gradients over ranks
-                grad_norm, stats.lr = self._learner.step()
-                stats.grad_norm += grad_norm / (len(mini_batches) * self._settings.epochs)
+                size = self._learner.step(step)
+                stats.grad_norm += size.grad_norm / (len(mini_batches) * self._settings.epochs)
+                stats.lr, stats.update_ratio = size.lr, max(size.ratio, stats.update_ratio)
         return stats
 
     def save(self, folder: str) -> None:

@@ -133,7 +133,9 @@ def test_adapters_alone_make_the_same_model(family: str, tmp_path: Path) -> None
     assert weights.keys() == {f"{name}.weight" for name in find_targets(plain, settings)}
     for name, weight in weights.items():
         assert torch.equal(weight, merged[name]), name
-    write_adapters(tmp_path / "adapters", LoneAdapters(str(path), settings), alone)
+    with pytest.raises(ModelError, match=f"1 tensors are missing .* {alone[0][0]} .missing"):
+        write_adapters(tmp_path / "adapters", LoneAdapters(str(path), settings), plain, alone[1:])
+    write_adapters(tmp_path / "adapters", LoneAdapters(str(path), settings), plain, alone)
     loaded = load_model(str(tmp_path / "adapters"))
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, merged[name]), name

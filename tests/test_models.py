@@ -177,9 +177,15 @@ def test_a_written_folder_is_a_model_with_those_weights(tiny_model: Path, tmp_pa
 
 
 def test_an_incomplete_update_is_not_written(tiny_model: Path, tmp_path: Path) -> None:
-    some = list(load_model(str(tiny_model)).named_parameters())[1:]
-    with pytest.raises(AssertionError, match="left out model"):
-        export_model(tmp_path, str(tiny_model), some)
+    first, second, *rest = load_model(str(tiny_model)).named_parameters()
+    for some, problem in (
+        ([second, *rest], rf"1 tensors .* {first[0]} \(absent, expected \[.*\]\)"),
+        ([(first[0], first[1][:2]), second, *rest], rf"1 tensors .* {first[0]} \(\[2, .*\], expected "),
+        ([first, second, *rest, ("other", first[1])], r"1 tensors .* other \(\[.*\], expected absent\)"),
+    ):
+        with pytest.raises(ModelError, match=problem):
+            export_model(tmp_path, str(tiny_model), some)
+    assert not list(tmp_path.iterdir())
 
 
 def test_all_end_of_text_tokens_are_found(tiny_model: Path, tmp_path: Path) -> None:

@@ -301,11 +301,24 @@ def save_adapters(model: Any, base: str, folder: Path, tensors: Mapping[str, Ten
     _write(folder, config, {_in_folder(name): tensor.contiguous() for name, tensor in tensors.items()})
 
 
-def write_adapters(folder: Path, lone: LoneAdapters, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write a folder of adapters from `adapters_alone`, where no model has them."""
+def write_adapters(
+    folder: Path, lone: LoneAdapters, model: Any, tensors: Iterable[tuple[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Write a folder of adapters from `adapters_alone`, where no model has them; `model` may be on the meta device.
+
+    Each tensor is copied before the next one is asked for. Return what the file holds, on the meta device.
+    """
     from peft import LoraConfig
 
-    named = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+    named = {name: copied_to_cpu(tensor) for name, tensor in tensors}
+    expected = {
+        f"{_PREFIX}{name}.lora_{side}.weight" for name in find_targets(model, lone.settings) for side in ("A", "B")
+    }
+    if wrong := sorted(expected ^ named.keys()):
+        raise ModelError(
+            f"adapters of {lone.base!r}: {len(wrong)} tensors are missing or not the model's, the first is {wrong[0]} "
+            f"({'missing' if wrong[0] in expected else 'not expected'}). Send all of them again."
+        )
     config = LoraConfig(
         r=lone.settings.rank,
         lora_alpha=lone.settings.alpha,
@@ -315,6 +328,12 @@ def write_adapters(folder: Path, lone: LoneAdapters, tensors: Iterable[tuple[str
         inference_mode=True,
     )
     _write(folder, config, named)
+    return {name: tensor.to("meta") for name, tensor in named.items()}
+
+
+def copied_to_cpu(tensor: Tensor) -> Tensor:
+    """Return a copy with memory of its own: a sender may use the tensor's for the next one."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _write(folder: Path, config: Any, tensors: dict[str, Tensor]) -> None:

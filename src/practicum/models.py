@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from practicum.adapters import base_of, holds_adapters, merge_into
+from practicum.adapters import base_of, copied_to_cpu, holds_adapters, merge_into
 from practicum.control_tokens import ControlTokens
 from practicum.errors import DataError, ModelError
 from practicum.types import Prompt
@@ -179,17 +179,38 @@ def save_model(model: Any, tokenizer: Any, folder: Path, tensors: dict[str, torc
     tokenizer.save_pretrained(folder)
 
 
-def export_model(folder: Path, model_path: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write a folder like the model's with other weights, under the names that checkpoints have."""
+def export_model(folder: Path, model_path: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Write a folder like the model's with other weights, under the names that checkpoints have.
+
+    Each tensor is copied before the next one is asked for. Return what the files hold, on the meta device.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
     model = empty_model(load_config(model_path))
-    # `save_pretrained` undoes what transformers did to the names and shapes when it read the checkpoint.
-    found = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
-    missing = [name for name, _ in model.named_parameters() if name not in found]
-    assert not missing, f"the update left out {', '.join(missing)}"
+    found = {name: copied_to_cpu(tensor) for name, tensor in tensors}
+    expected = dict(model.named_parameters())
+    wrong = [name for name in {**expected, **found} if _shape_in(found, name) != _shape_in(expected, name)]
+    if wrong:
+        named = ", ".join(
+            f"{name} ({_shape_in(found, name)}, expected {_shape_in(expected, name)})" for name in wrong[:5]
+        )
+        raise ModelError(
+            f"weights for model {model_path!r}: {len(wrong)} tensors are missing, not the model's or of another shape, "
+            f"the first are {named}. Send all of them again."
+        )
+    # `save_pretrained` undoes what transformers did to the names and shapes when it read the checkpoint, as this does.
+    ignored = model._keys_to_ignore_on_save or ()
+    saved = {name: torch.empty_like(tensor, device="meta") for name, tensor in found.items() if name not in ignored}
+    written: dict[str, torch.Tensor] = revert_weight_conversion(model, saved)
     save_model(model, load_tokenizer(model_path), folder, found)
     settings = Path(plain_path(model_path)) / "generation_config.json"
     if settings.exists():
         shutil.copyfile(settings, folder / settings.name)
+    return written
+
+
+def _shape_in(tensors: Mapping[str, torch.Tensor], name: str) -> str:
+    return str(list(tensors[name].shape)) if name in tensors else "absent"
 
 
 def eos_ids(settings: Any, tokenizer: Any) -> list[int]:

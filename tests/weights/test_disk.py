@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from practicum.errors import ConfigError, RolloutError
 from practicum.models import load_model
 from practicum.train.checkpoint import save_rest
 from practicum.weights import ChannelSettings
-from practicum.weights.disk import DiskSender
+from practicum.weights.disk import DiskSender, VersionFolders
 from tests.weights.sending import assert_same, copied, random_tensors
 
 
@@ -42,6 +43,33 @@ def test_one_that_fails_leaves_nothing(sender: DiskSender, tmp_path: Path) -> No
     with pytest.raises(RuntimeError, match="no more"):
         sender.send(1, failing())
     assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_lacks_something_is_never_seen(tmp_path: Path) -> None:
+    tensors = {name: tensor.contiguous() for name, tensor in random_tensors(1)}
+
+    def without_one(folder: Path) -> dict[str, torch.Tensor]:
+        save_file({name: tensor for name, tensor in tensors.items() if name != "large"}, folder / "a.safetensors")
+        return tensors
+
+    def of_other_sorts(folder: Path) -> dict[str, torch.Tensor]:
+        save_file(tensors | {"half": tensors["half"].float(), "scalar": torch.zeros(1)}, folder / "a.safetensors")
+        return tensors
+
+    def cut_off(folder: Path) -> dict[str, torch.Tensor]:
+        save_file(tensors, folder / "a.safetensors")
+        os.truncate(folder / "a.safetensors", 5000)
+        return tensors
+
+    folders = VersionFolders(tmp_path, num_kept=2)
+    for write, problem in (
+        (without_one, r"1 of 48 tensors differ, the first: large is missing, not float32\[257, 129\]"),
+        (of_other_sorts, r"half is float32\[33, 3\], not bfloat16\[33, 3\]; scalar is float32\[1\], not float32\[\]"),
+        (cut_off, r"a\.safetensors cannot be read"),
+    ):
+        with pytest.raises(RolloutError, match=rf"version 3 .*was not written whole: .*{problem}"):
+            folders.add(3, write)
+        assert os.listdir(tmp_path) == []
 
 
 def test_a_torn_file_is_an_error(sender: DiskSender) -> None:

@@ -59,7 +59,10 @@ class Ticket(ABC):
 
     @abstractmethod
     def read(self, timeout_s: float) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors of that version. A `RolloutError` may come with any of them."""
+        """Yield all tensors of that version. A `RolloutError` may come with any of them.
+
+        Each is good until the next one is asked for, whose memory may be the same: copy what you keep.
+        """
 
     def call_off(self) -> None:  # noqa: B027
         """End the wait for the invited receivers, since one of them is gone."""

@@ -4,8 +4,8 @@
                                with the model's config and tokenizer, from_pretrained and `practicum serve` read it;
                                constants.safetensors for what is saved with a model but never learnt
 
-A version is written under another name and renamed when it is whole. Of older ones a few are kept. The folder belongs
-to one sender.
+A version is written under another name and renamed when its files have been found to hold every tensor. Of older ones
+a few are kept. The folder belongs to one sender.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -88,14 +89,19 @@ class VersionFolders:
         for left in self._folder.glob(f"{_UNFINISHED}*"):  # by a process that was killed
             shutil.rmtree(left)
 
-    def add(self, version: int, write: Callable[[Path], None]) -> Path:
-        """Have a version written, under another name until it is whole, and delete old ones. Return its folder."""
+    def add(self, version: int, write: Callable[[Path], Mapping[str, Tensor]]) -> Path:
+        """Have a version written, under another name until it is whole, and delete old ones. Return its folder.
+
+        `write` returns the tensors that its files must hold; they may be on the meta device.
+        """
         place = self._folder / f"version-{version:06d}"
         unfinished = self._folder / f"{_UNFINISHED}{place.name}"
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
             unfinished.mkdir()
-            write(unfinished)
+            expected = write(unfinished)
+            if problem := _difference(unfinished, expected):
+                raise not_arrived("disk", version, f"{unfinished} was not written whole: {problem}. Send them again.")
             self.remove(place)  # the same version, written before
             unfinished.rename(place)
         except BaseException as error:
@@ -114,6 +120,27 @@ class VersionFolders:
             shutil.rmtree(place.rename(self._folder / f"{_UNFINISHED}{place.name}-old"))
 
 
+def _difference(folder: Path, expected: Mapping[str, Tensor]) -> str:
+    """Return how the tensors in a folder's files differ from those expected; an empty text where they do not."""
+    found: dict[str, str] = {}
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as opened:  # fails where bytes are missing
+                for name in opened.keys():  # noqa: SIM118
+                    part = opened.get_slice(name)
+                    found[name] = _described(part[:0] if part.get_shape() else part[...], part.get_shape())
+    except (OSError, SafetensorError) as error:
+        return f"{file} cannot be read: {error}"
+    wanted = {name: _described(tensor, tensor.shape) for name, tensor in expected.items()}
+    wrong = [name for name in {**wanted, **found} if found.get(name) != wanted.get(name)]
+    first = (f"{name} is {found.get(name, 'missing')}, not {wanted.get(name, 'expected')}" for name in wrong[:3])
+    return f"{len(wrong)} of {len(wanted)} tensors differ, the first: {'; '.join(first)}" if wrong else ""
+
+
+def _described(tensor: Tensor, shape: Sequence[int]) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(shape)}"
+
+
 class DiskSender(Sender):
     def __init__(self, settings: ChannelSettings, complete: Complete | None = None) -> None:
         super().__init__(settings)
@@ -126,9 +153,10 @@ class DiskSender(Sender):
         folder = self._folders.add(version, lambda folder: self._write(folder, version, tensors))
         return DiskTicket(version, str(folder))
 
-    def _write(self, folder: Path, version: int, tensors: Tensors) -> None:
+    def _write(self, folder: Path, version: int, tensors: Tensors) -> dict[str, Tensor]:
         constants = {} if self._complete is None else self._complete(folder)
         files: dict[str, str] = dict.fromkeys(constants, _CONSTANTS)
+        expected = {name: tensor.to("meta") for name, tensor in constants.items()}
         for part in _parts(constants.items(), 1 << 62):
             save_file(part, folder / _CONSTANTS, {"format": "pt"})
         total = 0
@@ -136,26 +164,26 @@ class DiskSender(Sender):
             name = f"model-{number:05d}.safetensors"
             save_file(part, folder / name, {"format": "pt", "version": str(version)})
             files |= dict.fromkeys(part, name)
+            expected |= {name: tensor.to("meta") for name, tensor in part.items()}
             total += sum(tensor.nbytes for tensor in part.values())
         index = {"metadata": {"total_size": total, "version": version}, "weight_map": files}
         (folder / _INDEX).write_text(json.dumps(index))
+        return expected
 
     def close(self) -> None:
         """Versions stay: they are models."""
 
 
 def _parts(tensors: Tensors, most_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of one file after the other."""
+    """Yield the tensors of one file after the other, each with memory of its own."""
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:
         if part and size + tensor.nbytes > most_bytes:
             yield part
             part, size = {}, 0
-        data = tensor.detach().to("cpu").contiguous()
-        if data.untyped_storage().nbytes() != data.nbytes:  # safetensors refuses what might share memory
-            data = data.clone()
-        part[name] = data
+        # It is kept while others are asked for, and safetensors refuses what might share memory.
+        part[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         size += tensor.nbytes
     if part:
         yield part

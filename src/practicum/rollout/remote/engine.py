@@ -24,11 +24,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from practicum.adapters import LoneAdapters, write_adapters
 from practicum.controller.loop import for_future
 from practicum.errors import RolloutError
-from practicum.models import eos_ids_of, export_model, load_tokenizer
+from practicum.models import empty_model, eos_ids_of, export_model, load_config, load_tokenizer
 from practicum.rollout.base import BaseRollout
 from practicum.rollout.engine.sequence import Request, Sequence, check_length
 from practicum.rollout.remote.capabilities import Capabilities, TokenReader, extras, has_filters, probe_filters
@@ -170,11 +171,11 @@ class RemoteRollout(BaseRollout):
         assert self.is_awake, "update_weights before resume"
         with tempfile.TemporaryDirectory(prefix="practicum-model-", dir=self._exchange_dir) as folder:
 
-            def write(place: Path) -> None:
+            def write(place: Path) -> dict[str, Tensor]:
                 if self._adapters is None:
-                    export_model(place, self._path, update.tensors)
-                else:
-                    write_adapters(place, self._adapters, update.tensors)
+                    return export_model(place, self._path, update.tensors)
+                model = empty_model(load_config(self._adapters.base))
+                return write_adapters(place, self._adapters, model, update.tensors)
 
             place = await asyncio.to_thread(VersionFolders(Path(folder), num_kept=1).add, update.version, write)
             await self._load(str(place), update.version)

@@ -15,6 +15,7 @@ from practicum.loop.run_folder import read_metrics
 from tests.rollout import talks
 from tests.rollout.replicas import groups_of, on_the_loop, written
 from tests.rollout.test_openai import ModelServer
+from tests.rollout.vllm.test_engine import fake_vllm
 
 MakeConfig = Callable[..., Config]
 
@@ -62,6 +63,16 @@ def test_a_run_generates_with_servers_behind_a_router(
     assert all(report.kl < 1e-4 for report in reports)  # every server has the weights of each step
     assert len(read_metrics(tmp_path / "run")) == 3
     assert not list((tmp_path / "run").glob("weights-*"))
+    assert (tmp_path / "run" / "logs" / "rollout-router.log").exists()
+
+
+def test_what_a_vllm_printed_that_does_not_start_is_kept_with_the_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    python = fake_vllm(tmp_path, "raise ValueError('less memory than desired')")
+    where = ["rollout.engine=vllm", "rollout.placement=standalone", f"rollout.vllm.python={python}"]
+    with pytest.raises(RolloutError, match=r"All that vLLM printed is in .*(?s:.*)ValueError: less memory") as caught:
+        list(Trainer(make_config(*where)).steps())
+    (log,) = (tmp_path / "run" / "logs").iterdir()
+    assert str(log) in str(caught.value) and "ValueError: less memory" in log.read_text()
 
 
 @pytest.mark.parametrize("placement", ["hybrid", "standalone"])

@@ -95,7 +95,7 @@ class RolloutConfig(Section):
     max_batch: int = Field(default=512, ge=1)
     """Answers that one worker generates at a time."""
     cache_gb: float | None = Field(default=None, gt=0)
-    """Memory for keys and values of the native engine on each worker. None: a third of what is free."""
+    """Memory for keys and values of the engines native and vllm on each worker. None: a third of what is free."""
     partial: bool = False
     """Partial rollout: answers under way are aborted for new weights and resumed under them. Otherwise no answer mixes
     versions: new weights wait until answers under way are finished."""

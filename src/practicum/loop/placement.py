@@ -61,6 +61,7 @@ async def open_learners(
         dtype=config.model.dtype,
         keep_routes=config.captures_routes,
         adapters=sent_adapters(config),
+        log_dir=str(log_dir(config)),
         timeout_s=timeout_s,
         start_timeout_s=config.controller.start_timeout_s,
     )
@@ -220,6 +221,11 @@ class ActorWeights:
         return (await self._actors.execute_all_async(ActorWorker.log_probs, sequences))[0]
 
 
+def log_dir(config: Config) -> Path:
+    """Return the folder for what servers print."""
+    return Path(config.trainer.run_dir).resolve() / "logs"
+
+
 async def _with_router(
     stack: AsyncExitStack, config: Config, controller: Controller, engine: EngineSettings
 ) -> EngineSettings:
@@ -239,7 +245,7 @@ async def _with_router(
             token_for="all",
             paths=("/v1/completions",),
         )
-        running = await router.start_process_async()
+        running = await router.start_process_async(log=log_dir(config) / "rollout-router.log")
         stack.push_async_callback(asyncio.to_thread, running.stop)
         more |= {"router": running.url, "router_token": token}
     return replace(engine, **more)

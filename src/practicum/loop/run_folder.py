@@ -6,6 +6,7 @@
     answers/step-000010.txt         some sampled answers, conversations as a whole
     validation/step-000000.jsonl    some held-out questions with answers
     checkpoints/step-000050/        see train/checkpoint.py; state.json says where the run stood
+    logs/vllm-host-1234.log         what servers print that the run has started
     best.json                       which of them is the best, if trainer.keep_best asks for it
     wandb.json, wandb/              the run's id at W&B, and what W&B keeps on disk
     summary.json, report.html       written at the end

@@ -27,7 +27,7 @@ from practicum.loop.learners import Learners
 from practicum.loop.metrics import StepReport, Stopwatch, conversation_metrics, rollout_metrics, staleness_metrics
 from practicum.loop.notices import StepNotices, unseen
 from practicum.loop.pipeline import DeviceLease, EncodedPrompt, GroupBuffer, Pipeline, PromptSource, trajectories_of
-from practicum.loop.placement import check_rollout, open_learners, open_only_learners
+from practicum.loop.placement import check_rollout, log_dir, open_learners, open_only_learners
 from practicum.loop.recordings import check_recordings, check_resumed, groups_of
 from practicum.loop.run_folder import RunFolder, RunState, check_checkpoint_path
 from practicum.loop.settings import check_lora
@@ -236,7 +236,7 @@ class Trainer:
             self._lease = DeviceLease(config, models_sleep=False)
             return
         reward = await stack.enter_async_context(
-            open_reward_centre(config.reward, controller, on_progress=self._show_progress)
+            open_reward_centre(config.reward, controller, on_progress=self._show_progress, log_dir=log_dir(config))
         )
         self._lease = DeviceLease(config, models_sleep=reward.models_sleep)
         self._pipeline = Pipeline(config, self._prompts, self._rollout, reward, self._lease)

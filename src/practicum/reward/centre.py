@@ -51,20 +51,24 @@ async def open_reward_centre(
     controller: Controller,
     *,
     on_progress: Callable[[Progress], None] = lambda progress: None,
+    log_dir: Path | None = None,
 ) -> AsyncIterator[RewardLoopManager]:
-    """Open a manager with its workers on the controller's pool, and all that they need; it ends with the block."""
+    """Open a manager with its workers on the controller's pool, and all that they need; it ends with the block. What
+    routers print is kept in `log_dir`, if there is one."""
     rubric = check_reward(config)
     async with AsyncExitStack() as stack:
         models = None
         targets: dict[str, Target] = {}
         if config.model is not None:
             pool = await stack.enter_async_context(_places(config.model, controller))
-            models = await stack.enter_async_context(RewardModelManager(config.model, pool, secret=controller.secret))
+            opening = RewardModelManager(config.model, pool, secret=controller.secret, log_dir=log_dir)
+            models = await stack.enter_async_context(opening)
             # It waits for its turn, is tried by up to three replicas, each for so long: then something is wrong.
             timeout_s = (_MOST_ATTEMPTS + 1) * config.model.request_timeout_s
             window = _window(models.num_replicas, controller)
             targets[OWN_MODEL] = Target(models.url, window, timeout_s, models.headers)
-        for servers in sorted({grader.servers for grader in rubric.asks if grader.servers}):
+        all_servers = sorted({grader.servers for grader in rubric.asks if grader.servers})
+        for number, servers in enumerate(all_servers):
             router = Router(
                 servers,
                 host=controller.address,
@@ -73,7 +77,8 @@ async def open_reward_centre(
                 token=controller.secret,
                 token_for="all",
             )
-            running = await router.start_process_async()
+            router_log = None if log_dir is None else log_dir / f"judge-router-{number}.log"
+            running = await router.start_process_async(log=router_log)
             stack.push_async_callback(asyncio.to_thread, running.stop)
             window = config.limits.concurrency or _window(len(servers), controller)
             # Each attempt has its time; a server that hangs is not the last to be asked.

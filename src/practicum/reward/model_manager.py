@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Self
 
 from practicum.config import RewardModelConfig
@@ -67,6 +68,7 @@ class RewardModelManager:
         *,
         device: str = "auto",
         secret: str | None = None,
+        log_dir: Path | None = None,
     ) -> None:
         self._config = config = config.model_copy(update={"path": absolute(config.path)})
         check_reward_model(config)
@@ -75,6 +77,7 @@ class RewardModelManager:
         """Whether they are asleep outside of `awake`."""
         self.num_replicas = num_replicas(config.replicas, pool, "the reward model")
         self._pool = pool
+        self._router_log = None if log_dir is None else log_dir / "reward-model-router.log"
         self._device = device if pool is None else "cuda" if pool.use_gpu else "cpu"
         self._replicas: list[PlacedReplica] = []
         self._listed: dict[int, str] = {}  # by the replica's number, its address as the router knows it
@@ -105,7 +108,8 @@ class RewardModelManager:
         try:
             await self._start_replicas(is_spread)
             self._listed = {replica.number: replica.url for replica in self._replicas if replica.url is not None}
-            self._router = await _start_router(self._config, list(self._listed.values()), is_spread, self._secret)
+            urls = list(self._listed.values())
+            self._router = await _start_router(self._config, urls, is_spread, self._secret, self._router_log)
             if self.sleeps:
                 await asyncio.to_thread(self._router.pause)
         except BaseException:
@@ -289,7 +293,9 @@ async def watched(
         await asyncio.gather(*tasks)  # a look, and a start, have deadlines of their own
 
 
-async def _start_router(config: RewardModelConfig, urls: Sequence[str], is_spread: bool, secret: str) -> RouterHandle:
+async def _start_router(
+    config: RewardModelConfig, urls: Sequence[str], is_spread: bool, secret: str, log: Path | None
+) -> RouterHandle:
     router = Router(
         urls,
         host=host_address() if is_spread else "127.0.0.1",
@@ -302,4 +308,4 @@ async def _start_router(config: RewardModelConfig, urls: Sequence[str], is_sprea
         drain_timeout_s=_DRAIN_S,
         retry_share=1.0,  # all requests of a replica that hangs must be able to go elsewhere at once
     )
-    return await router.start_process_async()
+    return await router.start_process_async(log=log)

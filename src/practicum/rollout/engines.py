@@ -34,6 +34,10 @@ class EngineSettings:
     """The token of its control plane."""
     exchange_dir: str | None = None
     """A folder through which servers get new weights; None takes one for temporary files."""
+    log_dir: str | None = None
+    """The folder for what servers print that the engine starts itself; None keeps it only while they run."""
+    num_on_machine: int = 1
+    """The engines of this sort on the machine."""
     timeout_s: float = 300.0
     """The time for one request to a server."""
     start_timeout_s: float = 900.0

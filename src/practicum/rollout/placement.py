@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 from practicum.config import ENGINES, RolloutConfig
 from practicum.controller import Controller, RayClassWithInitArgs, RayResourcePool, num_replicas, places_beside
@@ -48,7 +49,7 @@ async def open_replicas(
         on_node = 1 if pool is None else max(pool.sub_pool(range(num)).process_on_nodes)
         packed = RayClassWithInitArgs(
             RolloutWorker,
-            engine,
+            replace(engine, num_on_machine=on_node),
             agent=config.agent,
             threads=threads or max(1, num_cores() // on_node),
             is_partial=config.partial,

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -114,6 +115,20 @@ def test_a_port_in_use_is_an_error_that_names_it(start: Callable[[Router], Route
             start(Router(port=port))
         with pytest.raises(RouterError, match=f"port {port}.*in use"):
             start(Router(admin_port=port))
+
+
+def test_what_a_process_prints_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "logs" / "router.log"
+    url = "http://127.0.0.1:1"  # nobody is there
+    with Router([url]).start_process(log=log):
+        pass
+    assert url in log.read_text()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "python").write_text("#!/bin/sh\necho 'OSError: no more memory' >&2\nexit 3\n")
+    (tmp_path / "python").chmod(0o755)
+    with pytest.raises(RouterError, match=rf"exit code 3 before it was ready.*{log}(?s:.*)OSError: no more memory"):
+        Router().start_process(log=log)
+    assert url in log.read_text()
 
 
 def test_a_child_process_ends_when_its_parent_is_killed() -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import base64
 import io
 import os
+import re
 import signal
 import sys
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from practicum.adapters import LoneAdapters, LoraSettings
 from practicum.config import RolloutConfig
@@ -99,6 +101,72 @@ def test_a_server_that_is_never_ready_is_ended_at_its_deadline(tiny_model: Path,
     with pytest.raises(RolloutError, match=r"not ready within 4 s(?s:.*)loading"):
         VllmRollout(str(tiny_model), python=python, start_timeout_s=4)
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+GIB = 2**30
+TELL = "import os, sys; raise SystemExit(f\"{os.environ.get('VLLM_CPU_KVCACHE_SPACE')} GiB; {' '.join(sys.argv)}\")"
+
+
+def test_on_cpus_it_takes_a_third_of_what_is_free_beside_the_others(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("practicum.rollout.vllm.engine.free_bytes", lambda device: 61 * GIB)
+    python = fake_vllm(tmp_path, TELL)
+
+    def told(**settings: Any) -> str:
+        with pytest.raises(RolloutError) as caught:
+            VllmRollout(str(tiny_model), python=python, **settings)
+        return str(caught.value)
+
+    assert "\n20 GiB" in told()
+    assert "\n10 GiB" in told(num_on_machine=2)
+    assert "\n1 GiB" in told(num_on_machine=100)
+    assert "\n5 GiB" in told(cache_gb=5.0)
+    for option in ({"gpu_memory_utilization": 0.5}, {"kv_cache_memory_bytes": GIB}):
+        assert "\nNone GiB" in told(options=option)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    assert "\n7 GiB" in told()
+
+
+def test_on_a_card_it_asks_for_no_more_than_is_free(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("practicum.rollout.vllm.engine._card_bytes", lambda python: (30 * GIB, 100 * GIB))
+    python = fake_vllm(tmp_path, TELL)
+
+    def told(**settings: Any) -> str:
+        with pytest.raises(RolloutError) as caught:
+            VllmRollout(str(tiny_model), python=python, device=torch.device("cuda"), **settings)
+        return str(caught.value)
+
+    own = told()
+    cache = re.search(r"--kv-cache-memory-bytes (\d+)", own)
+    assert cache is not None and 9.9 * GIB < int(cache[1]) < 10 * GIB
+    assert "--gpu-memory-utilization 0.27" in own
+    explicit = told(cache_gb=2.0, options={"gpu_memory_utilization": 0.1})
+    assert "--kv-cache-memory-bytes 2000000000" in explicit and "--gpu-memory-utilization 0.1" in explicit
+    assert "--kv-cache-memory-bytes" not in told(options={"gpu_memory_utilization": 0.5})
+    monkeypatch.setattr("practicum.rollout.vllm.engine._card_bytes", lambda python: None)
+    assert "--gpu-memory-utilization" not in told()
+
+
+def test_the_first_error_is_shown_and_all_that_it_printed_is_kept(tiny_model: Path, tmp_path: Path) -> None:
+    program = """
+print("(EngineCore pid=7) ERROR 11-20 00:52:07 [core.py:700] EngineCore failed to start.")
+print("(EngineCore pid=7) ERROR 11-20 00:52:07 [core.py:701] ValueError: Available memory is less than desired.")
+for number in range(3000):
+    print(f"(APIServer pid=1) line {number} of what follows")
+raise RuntimeError("Engine core initialization failed. See root cause above.")
+"""
+    python, logs = fake_vllm(tmp_path, program), tmp_path / "run" / "logs"
+    with pytest.raises(RolloutError, match=r"exit code 1 before it was ready") as caught:
+        VllmRollout(str(tiny_model), python=python, log_dir=str(logs))
+    (log,) = logs.iterdir()
+    message = str(caught.value)
+    assert f"is in {log}." in message
+    assert "failed to start.\n" in message and "ValueError: Available memory is less than desired.\n" in message
+    assert "line 2999 of what follows" in message and "line 1500 " not in message
+    assert "line 1500 of what follows" in log.read_text()
 
 
 def test_adapters_are_merged_for_it(tiny_model: Path, tmp_path: Path) -> None:

@@ -63,8 +63,12 @@ def test_its_end_is_noticed_with_its_last_output(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; print('out of luck'); sys.exit(3)"]
     server = ChildServer(command, log=tmp_path / "log")
     assert wait_for(lambda: server.exit_code is not None)
-    assert server.exit_code == 3 and server.last_output == "out of luck"
+    assert server.exit_code == 3 and server.last_output.endswith("\nout of luck")
     server.stop()
+    again = ChildServer([sys.executable, "-c", "print('once more')"], log=tmp_path / "log")
+    assert wait_for(lambda: again.exit_code is not None)
+    assert "out of luck" in (tmp_path / "log").read_text() and again.last_output.endswith("once more")
+    again.stop()
     missing = ChildServer(["/not/there"], log=tmp_path / "other")
     assert wait_for(lambda: missing.exit_code is not None)
     assert missing.exit_code == 127 and "/not/there cannot be started" in missing.last_output

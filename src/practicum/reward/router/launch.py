@@ -16,7 +16,9 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from multiprocessing.connection import wait
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
@@ -24,6 +26,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from practicum.errors import RouterError
+from practicum.processes.log import excerpt
 from practicum.reward.router.server import RouterServer
 from practicum.reward.router.settings import RouterSettings
 
@@ -57,14 +60,15 @@ class Router:
     def start(self) -> RouterHandle:
         return RouterThread(self.settings)
 
-    def start_process(self, timeout_s: float = 60.0) -> RouterProcess:
-        process = RouterProcess(self.settings)
+    def start_process(self, timeout_s: float = 60.0, *, log: Path | None = None) -> RouterProcess:
+        """Start it in a child process. What it prints is appended to the file `log`; None: it goes where ours goes."""
+        process = RouterProcess(self.settings, log)
         process.wait_until_ready(timeout_s)
         return process
 
-    async def start_process_async(self, timeout_s: float = 60.0) -> RouterProcess:
+    async def start_process_async(self, timeout_s: float = 60.0, *, log: Path | None = None) -> RouterProcess:
         """Do what `start_process` does without blocking the event loop. Being cancelled ends the process."""
-        process = RouterProcess(self.settings)
+        process = RouterProcess(self.settings, log)
         try:
             await asyncio.to_thread(process.wait_until_ready, timeout_s)
         except asyncio.CancelledError:
@@ -205,15 +209,23 @@ class RouterThread(RouterHandle):
 class RouterProcess(RouterHandle):
     """A router in a child process. It drains and ends when its standard input closes, however this process ends."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, log: Path | None = None) -> None:
         """Start it. `wait_until_ready` comes before anything else."""
         self._settings = settings
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", "from practicum.reward.router.launch import main; main()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C at the terminal is for the parent, which will close the input
-        )
+        self._log, self._log_start = log, 0
+        with ExitStack() as stack:
+            printed = None
+            if log is not None:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                printed = stack.enter_context(log.open("ab"))
+                self._log_start = printed.tell()
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", "from practicum.reward.router.launch import main; main()"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=printed,
+                start_new_session=True,  # a Ctrl-C at the terminal is for the parent, which will close the input
+            )
         assert self._process.stdin is not None
         self.pid = self._process.pid
 
@@ -245,15 +257,21 @@ class RouterProcess(RouterHandle):
     def _answer(self, timeout_s: float) -> dict[str, str]:
         assert self._process.stdout is not None
         if not wait([self._process.stdout.fileno()], timeout_s):  # select refuses descriptors from 1024 on
-            raise RouterError(f"the router's process (pid {self.pid}) was not ready within {timeout_s:g} s.")
+            raise self._failure(f"was not ready within {timeout_s:g} s")
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait(STOP_S)
-            raise RouterError(f"the router's process (pid {self.pid}) ended with exit code {code} before it was ready.")
+            raise self._failure(f"ended with exit code {code} before it was ready")
         ready: dict[str, str] = json.loads(line)
         if "error" in ready:
             raise RouterError(ready["error"])
         return ready
+
+    def _failure(self, reason: str) -> RouterError:
+        printed = ""
+        if self._log is not None:
+            printed = f" All that it printed is in {self._log}. {excerpt(self._log, self._log_start)}"
+        return RouterError(f"the router's process (pid {self.pid}) {reason}.{printed}")
 
 
 def serve_until_stopped(

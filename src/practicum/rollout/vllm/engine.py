@@ -15,8 +15,11 @@ import asyncio
 import base64
 import io
 import json
+import logging
+import math
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -36,9 +39,19 @@ from numpy.typing import NDArray
 from practicum.adapters import LoneAdapters, find_targets
 from practicum.controller.host import free_port
 from practicum.errors import RolloutError
-from practicum.models import DTYPES, absolute, empty_model, load_config, plain_path, resolve_device, save_merged
+from practicum.models import (
+    DTYPES,
+    absolute,
+    count_weights,
+    empty_model,
+    load_config,
+    plain_path,
+    resolve_device,
+    save_merged,
+)
 from practicum.replay import RouterShape, router_shape
 from practicum.rollout.engine.sequence import Sequence
+from practicum.rollout.engine.sleep import free_bytes, gigabytes
 from practicum.rollout.engines import EngineSettings
 from practicum.rollout.remote.capabilities import probe
 from practicum.rollout.remote.client import CompletionsClient, ServerFailure
@@ -48,7 +61,11 @@ from practicum.rollout.vllm.local import LocalVllm, Vllm
 from practicum.rollout.vllm.process import ChildServer
 from practicum.types import RoutedExperts
 
+log = logging.getLogger("practicum.rollout")
 _MODULE = "practicum_vllm_worker"
+_CACHE_SHARE = 1 / 3  # of what is free beside the weights, as with the native engine
+_START_SHARE = 0.9  # of what is free on a card: what vLLM may ask for
+_HOST_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # in whole GiB
 _FIND_S = 60.0
 _POLL_S = 0.25
 _HEALTH_S = 5.0
@@ -64,7 +81,11 @@ class VllmRollout(RemoteRollout):
     it return the experts each token was sent to; answers then come whole, so nothing is left of one that is aborted.
     With `adapters` it has the model that they belong to, and computes with both side by side.
 
-    It starts at once, which takes a while, and is probed when it is resumed first.
+    Without `cache_gb` keys and values get a third of the memory that is free beside the weights; on CPUs that third is
+    shared by `num_on_machine` engines. What `options` say of memory comes first.
+
+    It starts at once, which takes a while, and is probed when it is resumed first. What the server prints is kept in a
+    file in `log_dir`, if there is one.
     """
 
     def __init__(
@@ -84,6 +105,8 @@ class VllmRollout(RemoteRollout):
         timeout_s: float = 300.0,
         start_timeout_s: float = 900.0,
         exchange_dir: str | None = None,
+        log_dir: str | None = None,
+        num_on_machine: int = 1,
     ) -> None:
         assert not (in_process and python), "in_process is about the Python we run in"
         check_installed(python, in_process=in_process)
@@ -97,8 +120,21 @@ class VllmRollout(RemoteRollout):
         self._routers = router_shape(empty_model(load_config(path))) if keep_routes else None
         self._path, self._adapters = path, adapters
         self._served_model = f"practicum-{uuid.uuid4().hex}"  # a server that others start here knows no such model
-        settings = self._settings(dtype, tensor_parallel, max_batch, cache_gb) | dict(options or {})
-        environment = self._environment(cache_gb)
+        options = options or {}
+        settings, environment = self._settings(dtype, tensor_parallel, max_batch), self._environment()
+        # An option counts more than a share; in the environment on CPUs a share would count more than any option.
+        is_told = "gpu_memory_utilization" in options or (not self._can_sleep and "kv_cache_memory_bytes" in options)
+        if cache_gb is not None or not is_told:
+            size = count_weights(load_config(path), classifier=False) * dtype.itemsize / tensor_parallel
+            if self._can_sleep:
+                settings |= _card_memory(python or sys.executable, cache_gb, size)
+            else:
+                environment |= _host_memory(cache_gb, size, num_on_machine)
+        settings |= options
+        # Workers of several machines may share the folder.
+        name = f"vllm-{socket.gethostname()}-{os.getpid()}.log"
+        self._log = (self._folder if log_dir is None else Path(log_dir)) / name
+        self._keeps_log = log_dir is not None
         self._server: ChildServer | None = None
         client: LocalVllm | CompletionsClient
         if in_process:
@@ -138,6 +174,8 @@ class VllmRollout(RemoteRollout):
             timeout_s=settings.timeout_s,
             start_timeout_s=settings.start_timeout_s,
             exchange_dir=settings.exchange_dir,
+            log_dir=settings.log_dir,
+            num_on_machine=settings.num_on_machine,
         )
 
     async def resume(self) -> None:
@@ -199,10 +237,8 @@ class VllmRollout(RemoteRollout):
     def _name(self) -> str:
         return f"{self._url} (vLLM, {self._path})"
 
-    def _settings(
-        self, dtype: torch.dtype, tensor_parallel: int, max_batch: int, cache_gb: float | None
-    ) -> dict[str, Any]:
-        """Return vLLM's options, but for those of its server."""
+    def _settings(self, dtype: torch.dtype, tensor_parallel: int, max_batch: int) -> dict[str, Any]:
+        """Return vLLM's options, but for those of its server and of memory."""
         settings: dict[str, Any] = {
             "model": self._path,
             "served_model_name": self._served_model,
@@ -215,20 +251,16 @@ class VllmRollout(RemoteRollout):
         }
         if self._can_sleep:
             settings["enable_sleep_mode"] = True
-            if cache_gb is not None:
-                settings["kv_cache_memory_bytes"] = int(cache_gb * 1e9)
         if self._routers is not None:
             settings["enable_return_routed_experts"] = True
         if self._adapters is not None:
             settings |= _lora_settings(self._adapters)
         return settings
 
-    def _environment(self, cache_gb: float | None) -> dict[str, str]:
+    def _environment(self) -> dict[str, str]:
         ours = {"VLLM_NO_USAGE_STATS": "1"}
         if self._adapters is not None:
             ours["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        if not self._can_sleep and cache_gb is not None:
-            ours["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(cache_gb)))
         return ours
 
     def _start_server(self, python: str, settings: dict[str, Any], environment: dict[str, str]) -> ChildServer:
@@ -244,14 +276,17 @@ class VllmRollout(RemoteRollout):
         }
         return ChildServer(
             [python, "-m", "vllm.entrypoints.openai.api_server", *flags],
-            log=self._folder / "vllm.log",
+            log=self._log,
             environment=dict(os.environ) | environment | more,
         )
 
     @property
     def _output(self) -> str:
-        """The end of what its server printed; within this process it prints to our own log."""
-        return "" if self._server is None else f" The end of what vLLM said:\n{self._server.last_output}"
+        """What its server printed of a failure; within this process it prints to our own log."""
+        if self._server is None:
+            return ""
+        kept = f" All that vLLM printed is in {self._log}." if self._keeps_log else ""
+        return f"{kept} {self._server.last_output}"
 
     def _wait_until_healthy(self, server: ChildServer, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -261,7 +296,7 @@ class VllmRollout(RemoteRollout):
                 raise RolloutError(f"vLLM ended with exit code {server.exit_code} before it was ready.{self._output}")
             try:
                 with opener.open(f"{self._url}/health", timeout=_HEALTH_S):
-                    return
+                    return server.is_ready()
             except urllib.error.HTTPError as error:
                 if error.code < 500:
                     raise RolloutError(
@@ -292,6 +327,54 @@ class VllmRollout(RemoteRollout):
         if packed is None:
             raise RolloutError(f"{self._name} returned no routed experts, though it was started to.")
         return decode_routes(packed, self._routers, answer.sequence.num_tokens)
+
+
+def _host_memory(cache_gb: float | None, size: float, num_on_machine: int) -> dict[str, str]:
+    """Return the environment for a cache of so many GB, or of a share of what is free beside weights of `size` bytes.
+
+    vLLM's own default is nearly all memory of the machine, also of what others there have.
+    """
+    if cache_gb is None:
+        if _HOST_CACHE in os.environ:
+            return {}
+        free = free_bytes(torch.device("cpu"))
+        cache_gb = max(0.0, free / num_on_machine - size) * _CACHE_SHARE / 2**30
+        log.info("vLLM gets %.3g GiB for keys and values, of %s that are free", max(1, int(cache_gb)), gigabytes(free))
+        return {_HOST_CACHE: str(max(1, int(cache_gb)))}
+    return {_HOST_CACHE: str(max(1, round(cache_gb)))}
+
+
+def _card_memory(python: str, cache_gb: float | None, size: float) -> dict[str, Any]:
+    """Return vLLM's options for a cache of so many GB, or of a share of what is free beside weights of `size` bytes.
+
+    vLLM refuses to start where less is free than `gpu_memory_utilization` asks for, even if it is told how large the
+    cache is to be. Its default asks for nearly all of the card.
+    """
+    own = {} if cache_gb is None else {"kv_cache_memory_bytes": int(cache_gb * 1e9)}
+    memory = _card_bytes(python)
+    if memory is None:
+        return own
+    free, total = memory
+    if cache_gb is None:
+        own["kv_cache_memory_bytes"] = int(max(0.0, free - size) * _CACHE_SHARE)
+    return own | {"gpu_memory_utilization": math.floor(_START_SHARE * free / total * 100) / 100}
+
+
+def _card_bytes(python: str) -> tuple[int, int] | None:
+    """Return the free and all memory of the first card, None if this cannot be found out.
+
+    Another process asks: whoever asks keeps some hundreds of MB of the card for as long as it lives.
+    """
+    ask = "import torch; print(*torch.cuda.mem_get_info())"
+    try:
+        found = subprocess.run([python, "-c", ask], capture_output=True, text=True, timeout=_FIND_S, check=True)
+        free, total = map(int, found.stdout.split()[-2:])
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        log.warning(
+            "how much memory the card has free cannot be found out, so vLLM decides how much it takes: %s", error
+        )
+        return None
+    return free, total
 
 
 def _lora_settings(adapters: LoneAdapters) -> dict[str, Any]:

@@ -23,15 +23,16 @@ _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.2
 _STOP_S = 30.0
 _GRACE_S = 3.0
-_MAX_SHOWN = 8000
 
 
 class ChildServer:
-    """A server that is started at once; what it prints goes to the file `log`."""
+    """A server that is started at once; what it prints is appended to the file `log`."""
 
     def __init__(self, command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None) -> None:
         self._log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
+            self._start = output.tell()  # of what may explain a failure
             self._supervisor = subprocess.Popen(
                 [sys.executable, __file__, *command],
                 stdin=subprocess.PIPE,
@@ -46,11 +47,16 @@ class ChildServer:
         """The exit code; None while it runs."""
         return self._supervisor.poll()
 
+    def is_ready(self) -> None:
+        """Note that the start went well: what was printed so far explains no later failure."""
+        self._start = self._log.stat().st_size
+
     @property
     def last_output(self) -> str:
-        """The end of what it printed."""
-        text = self._log.read_bytes()[-_MAX_SHOWN:].decode(errors="replace")
-        return text.strip() or "(it printed nothing)"
+        """The first error that it printed, and the end of what it printed."""
+        from practicum.processes.log import excerpt  # not for the supervisor
+
+        return excerpt(self._log, self._start)
 
     def stop(self) -> None:
         assert self._supervisor.stdin is not None

@@ -23,7 +23,7 @@ from practicum.models import (
     load_tokenizer,
     resolve_device,
 )
-from tests.models import save_classifier
+from tests.models import save_classifier, save_family
 
 
 def test_a_folder_loads_model_and_tokenizer(tiny_model: Path) -> None:
@@ -174,6 +174,22 @@ def test_a_written_folder_is_a_model_with_those_weights(tiny_model: Path, tmp_pa
     names = {name for file in tmp_path.glob("*.safetensors") for name in load_file(file)}
     assert "model.layers.0.mlp.experts.0.gate_proj.weight" in names
     assert load_tokenizer(str(tmp_path)).get_vocab() == load_tokenizer(str(tiny_model)).get_vocab()
+
+
+def test_what_is_never_learnt_is_written_too(tmp_path: Path) -> None:
+    path = save_family("deepseek_v3", tmp_path / "model")
+    model = load_model(str(path))
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_()
+    model.save_pretrained(path)
+    export_model(tmp_path / "written", str(path), model.named_parameters())
+    again = load_model(str(tmp_path / "written")).state_dict()
+    constants = model.state_dict().keys() - dict(model.named_parameters()).keys()
+    assert any(name.endswith("e_score_correction_bias") for name in constants)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again[name], tensor), name
 
 
 def test_an_incomplete_update_is_not_written(tiny_model: Path, tmp_path: Path) -> None:

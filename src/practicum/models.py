@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from jinja2 import TemplateError
 from numpy.typing import NDArray
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from practicum.adapters import base_of, copied_to_cpu, holds_adapters, merge_into
 from practicum.control_tokens import ControlTokens
@@ -198,6 +198,7 @@ def export_model(folder: Path, model_path: str, tensors: Iterable[tuple[str, tor
             f"weights for model {model_path!r}: {len(wrong)} tensors are missing, not the model's or of another shape, "
             f"the first are {named}. Send all of them again."
         )
+    found |= _constants(model, plain_path(model_path))
     # `save_pretrained` undoes what transformers did to the names and shapes when it read the checkpoint, as this does.
     ignored = model._keys_to_ignore_on_save or ()
     saved = {name: torch.empty_like(tensor, device="meta") for name, tensor in found.items() if name not in ignored}
@@ -207,6 +208,28 @@ def export_model(folder: Path, model_path: str, tensors: Iterable[tuple[str, tor
     if settings.exists():
         shutil.copyfile(settings, folder / settings.name)
     return written
+
+
+def _constants(model: Any, path: str) -> dict[str, torch.Tensor]:
+    """Return the tensors that are saved with a model but never learnt, from the files at `path`."""
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.utils.hub import cached_file
+
+    saved = model.state_dict().keys()
+    named: dict[str, str] = {}  # by the names in the files
+    for name, buffer in model.named_buffers():
+        if name in saved:
+            named |= dict.fromkeys(revert_weight_conversion(model, {name: buffer}), name)
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(Path(str(cached_file(path, "config.json"))).parent.glob("*.safetensors")) if named else ():
+        with safe_open(file, framework="pt") as opened:
+            found |= {named[name]: opened.get_tensor(name) for name in named.keys() & opened.keys()}
+    if missing := sorted(set(named.values()) - found.keys()):
+        raise ModelError(
+            f"model {path!r}: {len(missing)} tensors that are saved with it but never learnt are in none of its "
+            f"safetensors files, the first is {missing[0]}. Save it anew with save_pretrained."
+        )
+    return found
 
 
 def _shape_in(tensors: Mapping[str, torch.Tensor], name: str) -> str:

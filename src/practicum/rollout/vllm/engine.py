@@ -131,6 +131,12 @@ class VllmRollout(RemoteRollout):
             else:
                 environment |= _host_memory(cache_gb, size, num_on_machine)
         settings |= options
+        if log_dir is not None:
+            try:
+                Path(log_dir).mkdir(parents=True, exist_ok=True)
+            except OSError as error:  # this machine has no such place
+                log.warning("what vLLM prints is not kept: %s cannot be written on this machine: %s", log_dir, error)
+                log_dir = None
         # Workers of several machines may share the folder.
         name = f"vllm-{socket.gethostname()}-{os.getpid()}.log"
         self._log = (self._folder if log_dir is None else Path(log_dir)) / name
@@ -296,7 +302,8 @@ class VllmRollout(RemoteRollout):
                 raise RolloutError(f"vLLM ended with exit code {server.exit_code} before it was ready.{self._output}")
             try:
                 with opener.open(f"{self._url}/health", timeout=_HEALTH_S):
-                    return server.is_ready()
+                    server.mark_ready()
+                    return
             except urllib.error.HTTPError as error:
                 if error.code < 500:
                     raise RolloutError(

@@ -30,7 +30,6 @@ class ChildServer:
 
     def __init__(self, command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None) -> None:
         self._log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self._start = output.tell()  # of what may explain a failure
             self._supervisor = subprocess.Popen(
@@ -47,7 +46,7 @@ class ChildServer:
         """The exit code; None while it runs."""
         return self._supervisor.poll()
 
-    def is_ready(self) -> None:
+    def mark_ready(self) -> None:
         """Note that the start went well: what was printed so far explains no later failure."""
         self._start = self._log.stat().st_size
 

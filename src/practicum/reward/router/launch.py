@@ -16,7 +16,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
@@ -233,11 +233,14 @@ class RouterProcess(RouterHandle):
         """Hand over the settings, and take in the address. If it fails, the process is ended."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(self._settings.model_dump_json().encode() + b"\n")
-            self._process.stdin.flush()
+            with suppress(BrokenPipeError):  # it has ended: the wait for its answer says how
+                self._process.stdin.write(self._settings.model_dump_json().encode() + b"\n")
+                self._process.stdin.flush()
             ready = self._answer(timeout_s)
         except BaseException:
             self._kill()
+            with suppress(BrokenPipeError):  # what it has not read is of no use any more
+                self._process.stdin.close()
             raise
         super().__init__(ready["url"], ready["admin_url"], self._settings.token)
 

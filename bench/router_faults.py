@@ -20,8 +20,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -110,34 +111,23 @@ AVOIDED_SHARE = 0.2  # of a fair share: trial requests are fine
 BACK_SHARE = 0.5
 METRICS = FAILED, AVOIDED, BACK = "failed requests", "s until traffic avoids it", "s until it is back"
 Counts = dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Phases:
-    normal_s: float
-    fault_s: float
-    after_s: float
-    response_timeout_s: float
-    in_flight: int
-    work_s: float
-
-
-FULL = Phases(normal_s=2.0, fault_s=4.0, after_s=5.0, response_timeout_s=2.0, in_flight=32, work_s=0.02)
-QUICK = Phases(normal_s=0.6, fault_s=1.5, after_s=1.5, response_timeout_s=1.0, in_flight=16, work_s=0.06)
+# Seconds of each phase and what is asked meanwhile: arguments of `play`.
+FULL = {"normal_s": 2.0, "fault_s": 4.0, "after_s": 5.0, "response_timeout_s": 2.0, "in_flight": 32, "work_s": 0.02}
+QUICK = {"normal_s": 0.6, "fault_s": 1.5, "after_s": 1.5, "response_timeout_s": 1.0, "in_flight": 16, "work_s": 0.06}
 QUICK_PEERS = ("naive",)
 
 
 def faults(stage: Stage, cases: Sequence[str]) -> Outcome:
     kinds = [case.removeprefix(PREFIX) for case in cases]
-    phases = QUICK if stage.quick else FULL
+    phases: dict[str, Any] = QUICK if stage.quick else FULL
     names = [name for name in stage.names if name == OURS or not stage.quick or name in QUICK_PEERS]
     found: dict[tuple[str, str], Counts] = {}
     for kind, name in itertools.product(kinds, names):
         with ExitStack() as stack:
-            found[kind, name] = uvloop.run(play(replace(stage, stack=stack), kind, name, phases))
+            found[kind, name] = uvloop.run(play(replace(stage, stack=stack), kind, name, **phases))
         print(f"{PREFIX}{kind}: {name}: {found[kind, name]}", file=sys.stderr, flush=True)
     counted = {f"{kind}, {name}": counts for (kind, name), counts in found.items()}
-    return Outcome(fault_rows(found, kinds), {"faults": {**asdict(phases), "counted": counted}})
+    return Outcome(fault_rows(found, kinds), {"faults": {**phases, "counted": counted}})
 
 
 def fault_rows(found: Mapping[tuple[str, str], Counts], kinds: Sequence[str]) -> list[Row]:
@@ -148,41 +138,44 @@ def fault_rows(found: Mapping[tuple[str, str], Counts], kinds: Sequence[str]) ->
     return rows
 
 
-async def play(stage: Stage, kind: str, name: str, phases: Phases) -> Counts:
+async def play(
+    stage: Stage, kind: str, name: str, *, normal_s: float, fault_s: float, after_s: float, response_timeout_s: float,
+    in_flight: int, work_s: float,
+) -> Counts:  # fmt: skip
     """Keep asking a router while one of its workers works as usual, fails and has recovered. Count also what failed
     requests got. Times are of `time.monotonic`."""
     ports = free_ports(NUM_WORKERS)
     arrivals = [stage.folder / f"arrivals-{port}" for port in ports]
     teams = [[Worker(port, slots=SLOTS, arrivals=str(path))] for port, path in zip(ports, arrivals, strict=True)]
     faulty = stage.open_workers(teams)[-1]
-    [router] = stage.open_routers([(name, ports, ())], response_timeout_s=phases.response_timeout_s)
+    [router] = stage.open_routers([(name, ports, ())], response_timeout_s=response_timeout_s)
     results: list[Result] = []
     refused: list[float] = []  # attempts to reach a worker that is gone
-    end_s = time.monotonic() + phases.normal_s + phases.fault_s + phases.after_s
+    end_s = time.monotonic() + normal_s + fault_s + after_s
     numbers = itertools.takewhile(lambda _: time.monotonic() < end_s, itertools.count())
-    requests = (request_of(number, phases.work_s) for number in numbers)
+    requests = (request_of(number, work_s) for number in numbers)
     async with asyncio.TaskGroup() as tasks:
         counting = tasks.create_task(count_refused(refused))
-        running = tasks.create_task(send_all(router.port, requests, phases.in_flight, results.append))
-        await asyncio.sleep(phases.normal_s)
-        fault_s = time.monotonic()
-        await break_for(kind, ports[-1], faulty, phases.fault_s)
+        running = tasks.create_task(send_all(router.port, requests, in_flight, results.append))
+        await asyncio.sleep(normal_s)
+        failed_s = time.monotonic()
+        await break_for(kind, ports[-1], faulty, fault_s)
         recovered_s = time.monotonic()
-        end_s = recovered_s + phases.after_s
+        end_s = recovered_s + after_s
         num_unasked = await running
         counting.cancel()
     sent = [np.fromfile(path).tolist() for path in arrivals]
-    usual_start = fault_s - min(1.5, (fault_s - results[0].sent_s) / 2)
-    usual = sum(usual_start <= one < fault_s for times in sent for one in times)
-    fair = usual / (fault_s - usual_start) * WINDOW_S / NUM_WORKERS
+    usual_start = failed_s - min(1.5, (failed_s - results[0].sent_s) / 2)
+    usual = sum(usual_start <= one < failed_s for times in sent for one in times)
+    fair = usual / (failed_s - usual_start) * WINDOW_S / NUM_WORKERS
     to_faulty = sorted(sent[-1] + ([] if kind in MODES else refused))
-    during = [one - fault_s for one in to_faulty if fault_s <= one < recovered_s]
+    during = [one - failed_s for one in to_faulty if failed_s <= one < recovered_s]
     after = [one - recovered_s for one in to_faulty if recovered_s <= one < end_s]
     failures = Counter(f"failed: {result.failure}" for result in results if result.failure)
     failures["failed: answer that nobody asked for"] += num_unasked
     return {
         FAILED: failures.total(),
-        AVOIDED: avoided_after(during, recovered_s - fault_s, fair),
+        AVOIDED: avoided_after(during, recovered_s - failed_s, fair),
         BACK: back_after(after, end_s - recovered_s, fair),
         "slowest answer, s": max(result.ended_s - result.sent_s for result in results),
         **+failures,

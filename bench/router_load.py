@@ -17,6 +17,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,7 +75,8 @@ def load(stage: Stage, cases: Sequence[str]) -> Outcome:
         where[f"{case}: a worker without router, requests/s"] = round(direct.amount / direct.seconds)
         for router in routers if plan.warmup_steps else ():
             run_wrk(script, router.port, plan.warmup_steps)
-        rounds = take_rounds(routers, plan, lambda it, script=script: turn(it, script, workers, plan.steps_per_turn))
+        one_turn = partial(turn, script=script, workers=workers, duration_s=plan.steps_per_turn)
+        rounds = take_rounds(routers, plan, one_turn)
         rows += load_rows(case, rounds)
         where[f"{case}: cpu_share_of_others"] = round(others_share(rounds), 3)
     return Outcome(rows, where)

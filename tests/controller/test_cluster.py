@@ -134,6 +134,43 @@ with ray_cluster():
     assert called_again == "group 'Counter' has been shut down, or is just being restarted"
 
 
+LOST = """
+import sys, psutil
+from practicum.controller import RayClassWithInitArgs, Worker, open_controller
+from practicum.controller.loop import run_sync
+from practicum.errors import ResourceError
+class Counter(Worker):
+    def add(self, values): return sum(values) + self.rank
+def told(call):
+    try:
+        while True: call()
+    except ResourceError as error: print(error, flush=True)
+with open_controller("ray", num_workers=1, use_gpu=False, max_colocate_count=2) as controller:
+    group = run_sync(controller.group(RayClassWithInitArgs(Counter), name="first"))
+    (lost,) = [child for child in psutil.Process().children(recursive=True) if child.name() == sys.argv[1]]
+    lost.kill()
+    told(lambda: group.execute_all(Counter.add, [1]))
+    told(lambda: run_sync(controller.group(RayClassWithInitArgs(Counter), name="second")))
+
+    async def add(): return await group.execute_all_async(Counter.add, [1])
+    told(lambda: run_sync(add()))
+print("ended")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", ["raylet", "gcs_server"])
+def test_a_ray_that_lost_a_process_ends_what_waits_for_it(process: str) -> None:
+    run = subprocess.run([sys.executable, "-c", LOST, process], capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    called, started, awaited = [line for line in lines if "was given up" in line]
+    why = f" was given up: the Ray that was started on this machine for the run has lost its {process}, which was"
+    assert called.startswith("group 'first': Counter.add" + why) and awaited == called
+    assert started.startswith("the start of processes" + why)
+    assert "resume=auto continues from the newest checkpoint" in called and lines[-1] == "ended"
+
+
 @pytest.mark.slow
 def test_a_cluster_that_is_not_there_is_named() -> None:
     joining = "from practicum.controller import ray_cluster\nwith ray_cluster('127.0.0.1:1'): pass"

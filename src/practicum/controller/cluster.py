@@ -80,6 +80,31 @@ def ends_with_driver() -> bool:
     return cluster_id() in _started_here
 
 
+def is_lost() -> bool:
+    """Return whether Ray, started by this driver, has lost a process that it cannot do without."""
+    return bool(_lost_processes())
+
+
+def check_not_lost(what: str) -> None:
+    """Raise if Ray, started by this driver, cannot go on. Ray itself says so after a minute at best: what it has
+    started works on for a while without it."""
+    if lost := _lost_processes():
+        logs = ray._private.worker._global_node.get_logs_dir_path()  # type: ignore[attr-defined]
+        raise ResourceError(
+            f"{what} was given up: the Ray that was started on this machine for the run has lost its "
+            f"{' and '.join(lost)}, which was killed or ran out of memory. Look for the reason in its logs in {logs} "
+            "and in those of the system (dmesg), then start the run again; resume=auto continues from the newest "
+            "checkpoint."
+        )
+
+
+def _lost_processes() -> list[str]:
+    node = ray._private.worker._global_node
+    if node is None or not ends_with_driver():
+        return []
+    return [kind for kind, _ in node.dead_processes() if kind in ("raylet", "gcs_server")]
+
+
 def starts_here(address: str | None) -> bool:
     """Return whether `ray_cluster(address)` starts a cluster on this machine, or this driver already did."""
     if address:

@@ -16,11 +16,13 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from practicum.controller.cluster import (
+    check_not_lost,
     cluster_id,
     could_hold,
     describe_nodes,
     ends_with_driver,
     ensure_ray,
+    is_lost,
     living_nodes,
 )
 from practicum.errors import CallError, ResourceError
@@ -41,7 +43,7 @@ class Reservation:
         return ray.is_initialized() and bool(self.group.wait(0))  # else it would start a Ray
 
     def release(self) -> None:
-        if self.is_held and ray.is_initialized():  # else it has gone with the cluster
+        if self.is_held and ray.is_initialized() and not is_lost():  # else it has gone with the cluster
             remove_placement_group(self.group)
         self.is_held = False
 
@@ -178,8 +180,10 @@ class RayResourcePool:
 
     async def wait_until_whole(self, deadline: float) -> None:
         """Wait until all places are there: Ray moves what was on a lost node to another that has room."""
+        check_not_lost("the start of processes")
         for reservation in self._reservations():
             while not reservation.is_ready():
+                check_not_lost("the start of processes")
                 if time.monotonic() > deadline:
                     asked = _asked_and_there(self.process_on_nodes, self.bundle)
                     raise ResourceError(

@@ -34,7 +34,7 @@ from ray.exceptions import (
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from practicum.controller.cluster import cluster_id
+from practicum.controller.cluster import check_not_lost, cluster_id, is_lost
 from practicum.controller.host import CallId, Location, host_class, is_async
 from practicum.controller.pool import Place, RayResourcePool
 from practicum.controller.stacks import fold_stacks, name_ranks, read_stacks
@@ -46,6 +46,7 @@ from practicum.errors import DeadlineError, NodeLost, ResourceError, WorkerDied,
 # them tells the one that died from those that only noticed.
 _ECHO_S = 0.4
 _ARRIVAL_S = 5.0  # for a reply that is there to reach the driver
+_LOOK_EVERY_S = 2.0  # whether Ray is still there
 _MOST_RANKS_NAMED = 8
 _NAMESPACE = "practicum"
 _PREFIX = "group/"
@@ -223,7 +224,7 @@ class WorkerSet:
         _internal_kv_del(_PREFIX + name, namespace=_NAMESPACE)
 
     def kill(self) -> None:
-        if self.is_reachable:  # else they have ended with their cluster
+        if self.is_reachable and not is_lost():  # else they have ended with their cluster, or end when Ray does
             for host in self.hosts:
                 ray.kill(host)
 
@@ -251,6 +252,7 @@ class WorkerSet:
         """Return all replies in order, or raise the first failure at once, even while other ranks are busy."""
         if not self.is_reachable:
             raise WorkerDied(f"group {self.plan.name!r}: its Ray has ended, and {what} with it", **self._of(ranks))
+        check_not_lost(f"group {self.plan.name!r}: {what}")
         # Replies that are there at the deadline may still be on their way from other nodes.
         for timeout_s in (max(0.0, deadline - time.monotonic()), _ARRIVAL_S):
             try:
@@ -269,8 +271,13 @@ class WorkerSet:
             replies = [asyncio.wrap_future(ref.future()) for ref in refs]
             for reply in replies:
                 reply.add_done_callback(_retrieve_exception)
-            left_s = max(0.0, deadline - time.monotonic())
-            await asyncio.wait(replies, timeout=left_s, return_when=asyncio.FIRST_EXCEPTION)
+            left_s = deadline - time.monotonic()
+            waiting: set[asyncio.Future[Any]] = set(replies)
+            while waiting and left_s > 0 and not any(reply.done() and reply.exception() for reply in replies):
+                check_not_lost(f"group {self.plan.name!r}: {what}")
+                within_s = min(left_s, _LOOK_EVERY_S)
+                _, waiting = await asyncio.wait(waiting, timeout=within_s, return_when=asyncio.FIRST_EXCEPTION)
+                left_s = deadline - time.monotonic()
             if all(reply.done() and reply.exception() is None for reply in replies):
                 return [reply.result() for reply in replies]
             if any(reply.done() and reply.exception() for reply in replies):
@@ -299,6 +306,7 @@ class WorkerSet:
         return ", ".join(f"rank {rank} ({self.locations[rank]})" for rank in ranks)
 
     def _first_failure(self, refs: Sequence[Any], ranks: Sequence[int], what: str, first: RayError) -> WorkerError:
+        check_not_lost(f"group {self.plan.name!r}: {what}")
         ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_ECHO_S, fetch_local=False)
         rank_of = dict(zip(refs, ranks, strict=True))
         failures = []

@@ -120,7 +120,7 @@ class ControlTokens:
 
     @cached_property
     def _normalize(self) -> Callable[[str], str] | None:
-        """What the tokenizer does to a text before it looks for control tokens in it."""
+        """The function that a text goes through before the tokenizer looks for control tokens in it."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         normalizer = getattr(backend, "normalizer", None)
         added = self._tokenizer.added_tokens_decoder.values()

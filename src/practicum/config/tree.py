@@ -166,7 +166,7 @@ class Config(Section):
 
     @property
     def captures_routes(self) -> bool:
-        """Whether the rollout engine records where it sends tokens."""
+        """Tell whether the rollout engine records where it sends tokens."""
         return self.actor.router_replay.captures_routes(self.rollout.enable_rollout_routing_replay)
 
     @property

@@ -39,7 +39,7 @@ _MARGIN = b"    | "  # before each line of it, to tell it from the log around it
 
 
 class Output:
-    """What processes print, with a limit: the rest of a minute's output is left out, and how much that was is said."""
+    """The output of processes, up to a limit a minute. What is left out is counted and told."""
 
     def __init__(self, target_fd: int = 2) -> None:
         self.reader, self.writer = os.pipe2(os.O_CLOEXEC)

@@ -93,7 +93,7 @@ class RewardModelManager:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """What questions must carry."""
+        """The headers that questions must carry."""
         return headers_for(self._secret, server=True)
 
     @property

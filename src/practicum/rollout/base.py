@@ -292,7 +292,7 @@ class BaseRollout(ABC):
 
     @property
     def _holds_sequences(self) -> bool:
-        """Whether nothing may be submitted. Turns of a conversation may, while others only wait for its end."""
+        """Tell whether nothing may be submitted. Turns of a conversation may, while others only wait for its end."""
         return bool(self._turns) and (self._turns[0].aborts or not self._num_generating)
 
     @asynccontextmanager

@@ -106,7 +106,7 @@ class Judge(RemoteGrader):
 
     @property
     def reads_in_process(self) -> bool:
-        """Whether `find` must run where it can be killed."""
+        """Tell whether `find` must run where it can be killed."""
         return self.pattern != _PATTERN
 
     async def grade(self, sample: Sample, client: RewardClient) -> Score:

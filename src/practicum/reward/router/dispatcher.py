@@ -185,7 +185,7 @@ class Dispatcher:
 
     @property
     def hangs_up(self) -> bool:
-        """Whether a client's connection is closed after a response: it may come again, behind those that wait."""
+        """Tell whether a client's connection is closed after a response: it may come again, behind those that wait."""
         return self.draining or self.is_crowded
 
     def refusal(self, head: RequestHead) -> BadMessage | None:

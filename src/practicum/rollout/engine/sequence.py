@@ -103,7 +103,7 @@ class Sequence:
 
     @property
     def is_begun(self) -> bool:
-        """Whether there is a token of it, or one on its way."""
+        """Tell whether there is a token of it, or one on its way."""
         return self.num_tokens > len(self.prompt_ids) or self.num_launched > 0
 
     # What is read before the next token

@@ -288,7 +288,7 @@ class VllmRollout(RemoteRollout):
 
     @property
     def _output(self) -> str:
-        """What its server printed of a failure; within this process it prints to our own log."""
+        """Return what its server printed of a failure; within this process it prints to our own log."""
         if self._server is None:
             return ""
         kept = f" All that vLLM printed is in {self._log}." if self._keeps_log else ""

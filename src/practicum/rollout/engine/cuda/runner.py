@@ -42,8 +42,11 @@ Ids = NDArray[np.int32]
 
 
 class CudaRunner(ModelRunner):
-    """With `stays_loaded` a trainer computes in this process while the engine sleeps: the memory that torch has cached,
-    which it uses, is not given back."""
+    """The model runner for a CUDA device.
+
+    With `stays_loaded` a trainer computes in this process while the engine sleeps: the memory that torch has cached,
+    which it uses, is not given back.
+    """
 
     block_size = BLOCK_SIZE
     prefill_tokens = 16384

@@ -104,10 +104,6 @@ class Stage:
             router.wait_until(partial(_responds, router.port), START_S)
         return routers
 
-    def open_everyone(self, workers: Sequence[int]) -> list[Router]:
-        """Start a lean router of each contestant in front of the same workers."""
-        return self.open_routers([(name, workers, ()) for name in self.names], lean=True)
-
     def open_light_workers(self, count: int) -> tuple[Program, list[int]]:
         """Start workers that cost next to nothing, so that the router is the slowest: one nginx, several ports."""
         ports = free_ports(count)

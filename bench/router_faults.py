@@ -60,10 +60,7 @@ def makespan(stage: Stage, cases: Sequence[str]) -> Outcome:
             found[side].append(makespan_s(routers[side], works, side[1] == HINT) / ideal_s(works))
         last = ", ".join(f"{name} {values[-1]:.3f}" for (name, _), values in found.items())
         print(f"makespan, seed {seed}: {last}", file=sys.stderr, flush=True)
-    spread = {
-        f"{name}, {case}" if name == OURS else name: [round(min(values), 3), round(max(values), 3)]
-        for (name, case), values in found.items()
-    }
+    spread = {", ".join(side): [round(min(values), 3), round(max(values), 3)] for side, values in found.items()}
     where = {"jobs": num_jobs, "mean_work_s": mean_work_s, "seeds": num_seeds, "spread": spread}
     return Outcome(makespan_rows(found, cases), {"makespan": where})
 

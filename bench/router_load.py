@@ -68,7 +68,7 @@ def load(stage: Stage, cases: Sequence[str]) -> Outcome:
     rows: list[Row] = []
     where: dict[str, Any] = {"load_rounds": plan.num_rounds, "load_turn_s": plan.steps_per_turn}
     workers, ports = stage.open_light_workers(NUM_WORKERS)
-    routers = stage.open_everyone(ports)
+    routers = stage.open_routers([(name, ports, ()) for name in stage.names], lean=True)
     for case in cases:
         script = write_script(stage.folder, case)
         direct = run_wrk(script, ports[0], plan.steps_per_turn)
@@ -139,7 +139,8 @@ def load_rows(case: str, rounds: Sequence[Round]) -> list[Row]:
 def latency(stage: Stage, cases: Sequence[str]) -> Outcome:
     batch, num_rounds = (100, 6) if stage.quick else (200, 60)
     _, ports = stage.open_light_workers(1)
-    doors = {DIRECT: ports[0], **{router.name: router.port for router in stage.open_everyone(ports)}}
+    routers = stage.open_routers([(name, ports, ()) for name in stage.names], lean=True)
+    doors = {DIRECT: ports[0], **{router.name: router.port for router in routers}}
     sockets = {}
     for name, port in doors.items():
         one = sockets[name] = stage.stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))

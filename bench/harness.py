@@ -1,7 +1,4 @@
-"""What all benchmarks share: options in, rows out, the environment they were measured in, peers, errors.
-
-How contestants are run against each other is in turns.py.
-"""
+"""What all benchmarks share: options in, rows out, the environment they were measured in, peers, errors."""
 
 from __future__ import annotations
 
@@ -148,7 +145,6 @@ def run_parts(name: str, parts: Mapping[str, Callable[[], list[Row]]], out: Path
     the others are measured all the same: time on such a machine is dear."""
     rows: list[Row] = []
     failed: dict[str, str] = {}
-    seconds: dict[str, float] = {}
     for part, measure in parts.items():
         began = time.monotonic()
         try:
@@ -157,9 +153,8 @@ def run_parts(name: str, parts: Mapping[str, Callable[[], list[Row]]], out: Path
             traceback.print_exc()
             failed[part] = f"{type(error).__name__}: {error}"
         free_memory()
-        seconds[part] = round(time.monotonic() - began, 1)
-        print(f"{part}: {seconds[part]} s", flush=True)
-        write_json(out / f"{name}.json", rows, {**where, "seconds_of_parts": seconds, "failed": failed})
+        print(f"{part}: {time.monotonic() - began:.1f} s", flush=True)
+        write_json(out / f"{name}.json", rows, {**where, "failed": failed})
     print_table(name, rows)
     return 1 if failed else 0
 

@@ -2,9 +2,9 @@
 
     alternate ─ go ─▶ ours ─ steps ─▶ alternate ─ go ─▶ peer ─ steps ─▶ alternate ...
 
-A contestant is a process that speaks JSON lines (see contestant.py). All are started and warmed up first; then they
-take turns, in swapped order each round, so that a noisy machine is noisy for both. A contestant whose turn it is not is
-frozen (SIGSTOP): the heartbeats of an idle cluster would cost the other side some percent.
+A contestant is a process that speaks JSON lines (see contestant.py). The order swaps every round, so that a noisy
+machine is noisy for both. Whose turn it is not is frozen (SIGSTOP): the heartbeats of an idle cluster would cost the
+other side some percent.
 """
 
 from __future__ import annotations

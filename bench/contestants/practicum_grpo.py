@@ -1,8 +1,5 @@
-"""Ours in the `grpo` benchmark: the loop as a user would run it, on Ray, with default settings.
-
-`demo FOLDER OVERRIDE...` is the demonstration's training in the `rollout` benchmark instead. Asked for the case
-`accuracy`, it trains to the end and answers with what it then has on the held-out problems.
-"""
+"""Ours in the `grpo` benchmark: the loop as a user would run it, on Ray, with default settings. `demo FOLDER
+OVERRIDE...` is the demonstration's training in the `rollout` benchmark; its case `accuracy` trains to the end."""
 
 from __future__ import annotations
 

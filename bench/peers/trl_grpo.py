@@ -1,7 +1,4 @@
-"""TRL in the `grpo` benchmark: its GRPOTrainer with transformers' generation, set to do what ours does.
-
-Runs in the environment that trl.sh makes.
-"""
+"""TRL in the `grpo` benchmark, in the environment that trl.sh makes: its GRPOTrainer, set to do what ours does."""
 
 from __future__ import annotations
 

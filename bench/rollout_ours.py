@@ -43,21 +43,15 @@ from tests.models import DENSE, MIXED, save_family
 from tests.rollout.replicas import ModelWeights, groups_of
 from tests.rollout.tokenizers import byte_tokenizer
 
-LOG_PROBS, GREEDY, MATRIX_RATE = "log-probs", "greedy", "matrix rate, "
 NUM_COMPARED, NUM_GREEDY = 16, 24  # answers of each case, and tokens
-QUICK_COMPARED, QUICK_GREEDY = 2, 8
 FAMILIES = (*DENSE, *MIXED)
 PATIENCE_S = 120.0
 Counts = dict[str, float]
 
 
 def samples_of(engine: BaseRollout, case: Case, prompts: Prompts) -> list[Sample]:
-    lengths = zip(prompts, case.new_tokens, strict=True)
-    groups = [
-        group_of(i, ids, SamplingParams(length, num_answers=case.num_answers, ignore_eos=True), seed=i)
-        for i, (ids, length) in enumerate(lengths)
-    ]
-    return written(engine, groups)
+    params = [SamplingParams(num, num_answers=case.num_answers, ignore_eos=True) for num in case.new_tokens]
+    return written(engine, [group_of(i, *own) for i, own in enumerate(zip(prompts, params, strict=True))])
 
 
 def native(engine: BaseRollout) -> Writer:
@@ -80,16 +74,15 @@ def engine_main() -> None:
             def samples(case: Case) -> list[Sample]:
                 return samples_of(engines[case.model], case, case.prompts(0, job.vocabulary))
 
-            if name == GREEDY:
+            if name == "greedy":
                 with tempfile.TemporaryDirectory(prefix="bench-families-") as folder:
-                    return step(1.0, len(equal_families(Path(folder), QUICK_GREEDY if job.quick else NUM_GREEDY)))
-            if name == LOG_PROBS:
-                num = QUICK_COMPARED if job.quick else NUM_COMPARED
-                cases = job.cases.values()
+                    return step(1.0, len(equal_families(Path(folder), 8 if job.quick else NUM_GREEDY)))
+            if name == "log-probs":
+                num, cases = 2 if job.quick else NUM_COMPARED, job.cases.values()
                 return step(1.0, max(largest_difference(job.models[case.model], samples(case), num) for case in cases))
             # What the answers' forward passes need per second, as a share of what large products of matrices reach just
             # before and just after. The engine has written such answers before.
-            case = job.cases[name.removeprefix(MATRIX_RATE)]
+            case = job.cases[name.removeprefix("matrix rate, ")]
             measure = quick_matrix_rate if job.quick else matrix_rate
             before, began = measure(), time.perf_counter()
             samples(case)
@@ -119,7 +112,7 @@ def equal_families(folder: Path, num_tokens: int = NUM_GREEDY) -> list[str]:
     for family in FAMILIES:
         model = load_model(str(save_family(family, folder / family))).eval()
         with native_engine(folder / family, max_batch=len(prompts)) as native:
-            samples = written(native, [group_of(i, ids, params, seed=i) for i, ids in enumerate(prompts)])
+            samples = written(native, [group_of(i, ids, params) for i, ids in enumerate(prompts)])
         if [sample.token_ids.tolist() for sample in samples] == [_greedy(model, ids, num_tokens) for ids in prompts]:
             equal.append(family)
     return equal
@@ -175,12 +168,12 @@ def promises_main(folder: Path, new_tokens: int, num_turns: int) -> None:
     line = Line()
     torch.set_num_threads(1)
 
-    def take_step(case: str) -> dict[str, Any]:
-        is_talk = case == "conversation"
-        counts = talk(folder / "talk", num_turns) if is_talk else asyncio.run(replica_counts(folder, new_tokens))
-        return step(1.0, 1.0, **counts)
+    def counts(case: str) -> Counts:
+        if case == "conversation":
+            return talk(folder / "talk", num_turns)
+        return asyncio.run(replica_counts(folder, new_tokens))
 
-    line.serve(["practicum", "torch", "transformers", "ray"], take_step)
+    line.serve(["practicum", "torch", "transformers", "ray"], lambda case: step(1.0, 1.0, **counts(case)))
 
 
 # A kill, and new weights under load

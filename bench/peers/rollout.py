@@ -42,9 +42,7 @@ def generate(folder: str) -> Writer:
         )  # fmt: skip
         tokens = written.sequences[:, width:]
         # Not by `compute_transition_scores`, which normalises and copies the scores of all tokens.
-        drawn = [
-            scores.gather(1, tokens[:, [at]])[:, 0] - scores.logsumexp(1) for at, scores in enumerate(written.scores)
-        ]
+        drawn = [own.gather(1, tokens[:, [at]])[:, 0] - own.logsumexp(1) for at, own in enumerate(written.scores)]
         log_probs = torch.stack(drawn, 1)
         return lambda: cut(case, tokens.tolist(), log_probs.tolist())
 
@@ -75,10 +73,8 @@ def continuous_batching(folder: str, stack: ExitStack) -> Writer:
     def write(case: Case, prompts: Prompts) -> Any:
         num_tokens = max(case.prompt_lengths) + max(case.new_tokens)
         manager = manager_of(len(case.lengths()), num_tokens, case.num_answers)
-        requests = [
-            manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
-            for prompt, length in zip(prompts, case.new_tokens, strict=True)
-        ]
+        pairs = zip(prompts, case.new_tokens, strict=True)
+        requests = [manager.add_request(ids, max_new_tokens=length, eos_token_id=-1) for ids, length in pairs]
         found: dict[str, list[Any]] = {request: [] for request in requests}
         deadline = time.monotonic() + PATIENCE_S
         while any(len(own) < case.num_answers for own in found.values()):
@@ -92,6 +88,10 @@ def continuous_batching(folder: str, stack: ExitStack) -> Writer:
     return write
 
 
+def no_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [0.0] * len(completion_ids)
+
+
 def trl(folder: str, output_dir: str) -> Writer:
     """Do what its GRPOTrainer does between prompts and log-probs, with its own methods: transformers' `generate`, and a
     pass over prompts and answers for the log-probs."""
@@ -103,10 +103,6 @@ def trl(folder: str, output_dir: str) -> Writer:
         per_device_train_batch_size=8, num_generations=8, temperature=1.0, top_k=0, top_p=1.0, beta=0.0,
         gradient_checkpointing=False, report_to="none", disable_tqdm=True,
     )  # fmt: skip
-
-    def no_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        return [0.0 for _ in completion_ids]
-
     none = Dataset.from_list([{"prompt": "none"}] * 8)
     trainer = GRPOTrainer(model=folder, reward_funcs=no_reward, args=config, train_dataset=none)
     trainer.generation_config.eos_token_id = None

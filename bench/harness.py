@@ -126,11 +126,10 @@ def environment(command: str) -> dict[str, Any]:
     """Return what a reader needs to judge the numbers, or to measure them again."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    processor = models[0] if models else platform.processor() or "unknown"
     return {
         "command": command, "date": datetime.now(UTC).isoformat(timespec="seconds"), "platform": platform.platform(),
-        "processor": processor, "cpu_count": os.cpu_count(), "load_before": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
+        "processor": models[0] if models else platform.processor(), "cpu_count": os.cpu_count(),
+        "load_before": round(os.getloadavg()[0], 2), "python": platform.python_version(),
         **{package: version_of(package) for package in ("torch", "transformers", "ray", "practicum")},
     }  # fmt: skip
 

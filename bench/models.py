@@ -10,7 +10,6 @@ from typing import Any
 
 VOCABULARY, LARGE_VOCABULARY = 2048, 151_936
 WORDS = ["<pad>", "<end>", *(f"w{number}" for number in range(2, VOCABULARY))]
-_SPECIAL_IDS: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
 
 
 def write_prompts(path: Path, num_words: tuple[int, int] = (24, 40)) -> None:
@@ -44,8 +43,9 @@ def save_random(
 
     logging.disable_progress_bar()
     torch.manual_seed(seed)
+    shape = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, **shape}
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**_SPECIAL_IDS, **shape}))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape))
     if change is not None:
         with torch.no_grad():
             change(model)

@@ -73,7 +73,7 @@ def run(options: Options) -> Outcome:
 
 
 def contest(folder: Path, placement: str, plan: Plan) -> tuple[Sides, float]:
-    """Return the runs, and how long the reward takes in them, which the first run measures before it begins."""
+    """Return the runs, and how long the reward takes in them: the first run measures that before it begins."""
     sides: dict[int, list[Run]] = {0: [], 1: []}
     delay_s = set_delay(folder, 0.0)
     for number in range(plan.num_rounds):
@@ -171,7 +171,6 @@ def write_work(folder: Path) -> None:
     small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
     write_model(folder / "work-model", mixture_of_experts=False, **small)
     write_prompts(folder / "prompts.jsonl")
-    set_delay(folder, 0.0)
     (folder / "grade.py").write_text(_GRADE.format(delay=str(folder / "delay")))
 
 

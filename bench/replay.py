@@ -38,8 +38,7 @@ from practicum.types import Prompt, RoutedExperts, Sample, Score, route_dtype
 SHAPES = [(8, 2, 32), (64, 8, 16), (128, 8, 48), (256, 8, 58), (512, 10, 48)]  # experts, k, layers
 MEMORY = "memory, 1,024 samples of 16,384 tokens"
 IN_FLIGHT, SAMPLE_TOKENS, IN_FLIGHT_SHAPE = 1024, 16384, (128, 8, 48)
-KINDS = ("random", "Zipf")
-NUM_TIMED = 5
+KINDS, NUM_TIMED = ("random", "Zipf"), 5
 
 
 def run(options: Options) -> Outcome:
@@ -121,8 +120,7 @@ def memory_rows(num_tokens: int) -> list[Row]:
 # Damaged files
 
 HEADER = RecordingHeader("bench-moe", tuple(range(16)), 64, 8, "bench-tokenizer")
-NUM_SAMPLES = 24
-CHUNK_TOKENS = 120  # some three samples
+NUM_SAMPLES, CHUNK_TOKENS = 24, 120  # of which some three samples make a chunk
 Harmed = tuple[bytes, int, int]  # the file, and where the damage begins and ends
 
 

@@ -162,8 +162,7 @@ def demo(sizes: Sizes, folder: Path) -> Outcome:
     with opened(commands, folder, sizes.environment, sizes.end_s) as contestants:
         tallies = alternate(contestants, sizes.demo)
         accuracy = {one.name: one.go(1, sizes.demo.turn_s, "accuracy")[0].amount for one in contestants}
-    share = round(tallies["native"].others_share, 3)
-    return Outcome(demo_rows(tallies, accuracy), {"demo_cpu_share_of_others": share})
+    return Outcome(demo_rows(tallies, accuracy), {"demo_cpu_share_of_others": round(tallies["hf"].others_share, 3)})
 
 
 def demo_rows(tallies: Mapping[str, Tally], accuracy: Mapping[str, float]) -> list[Row]:
@@ -181,10 +180,8 @@ def demo_rows(tallies: Mapping[str, Tally], accuracy: Mapping[str, float]) -> li
 # The clock runs from the order to send until the last tensor is copied into the engine's own memory. CPU time is that
 # of both processes together. Channels and memcpy take turns, so that all see the same machine.
 
-CHANNELS = ("shm", "collective", "disk")
-MEMCPY = "memcpy"
-NUM_TENSORS = 100
-PATIENCE_S = 120.0
+CHANNELS, MEMCPY = ("shm", "collective", "disk"), "memcpy"
+NUM_TENSORS, PATIENCE_S = 100, 120.0
 
 
 def weights(num_bytes: int, num_rounds: int) -> Outcome:

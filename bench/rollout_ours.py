@@ -64,6 +64,7 @@ def native(engine: BaseRollout) -> Writer:
 
 def engine_main() -> None:
     engines: dict[str, BaseRollout] = {}
+    once = cache(matrix_rate)  # for all cases
     with ExitStack() as stack:
 
         def make(job: Job, model: str) -> Writer:
@@ -83,7 +84,7 @@ def engine_main() -> None:
             # What the answers' forward passes need per second, as a share of what large products of matrices reach just
             # before and just after. The engine has written such answers before.
             case = job.cases[name.removeprefix("matrix rate, ")]
-            measure = quick_matrix_rate if job.quick else matrix_rate
+            measure = once if job.quick else matrix_rate
             before, began = measure(), time.perf_counter()
             samples(case)
             seconds, best = time.perf_counter() - began, max(before, measure())
@@ -142,9 +143,6 @@ def matrix_rate() -> float:
         torch.mm(one, other, out=product)
         best = max(best, 2 * size**3 / (time.perf_counter() - began))
     return best
-
-
-quick_matrix_rate = cache(matrix_rate)  # once for all cases
 
 
 def needed_flops(case: Case, config: Any) -> float:

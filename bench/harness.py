@@ -1,7 +1,4 @@
-"""What all benchmarks share: options in, rows out, the environment they were measured in, peers, errors.
-
-How contestants are run against each other is in turns.py.
-"""
+"""What all benchmarks share: options in, rows out, the environment they were measured in, peers, errors."""
 
 from __future__ import annotations
 
@@ -129,11 +126,10 @@ def environment(command: str) -> dict[str, Any]:
     """Return what a reader needs to judge the numbers, or to measure them again."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    processor = models[0] if models else platform.processor() or "unknown"
     return {
         "command": command, "date": datetime.now(UTC).isoformat(timespec="seconds"), "platform": platform.platform(),
-        "processor": processor, "cpu_count": os.cpu_count(), "load_before": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
+        "processor": models[0] if models else platform.processor(), "cpu_count": os.cpu_count(),
+        "load_before": round(os.getloadavg()[0], 2), "python": platform.python_version(),
         **{package: version_of(package) for package in ("torch", "transformers", "ray", "practicum")},
     }  # fmt: skip
 
@@ -148,7 +144,6 @@ def run_parts(name: str, parts: Mapping[str, Callable[[], list[Row]]], out: Path
     the others are measured all the same: time on such a machine is dear."""
     rows: list[Row] = []
     failed: dict[str, str] = {}
-    seconds: dict[str, float] = {}
     for part, measure in parts.items():
         began = time.monotonic()
         try:
@@ -157,9 +152,8 @@ def run_parts(name: str, parts: Mapping[str, Callable[[], list[Row]]], out: Path
             traceback.print_exc()
             failed[part] = f"{type(error).__name__}: {error}"
         free_memory()
-        seconds[part] = round(time.monotonic() - began, 1)
-        print(f"{part}: {seconds[part]} s", flush=True)
-        write_json(out / f"{name}.json", rows, {**where, "seconds_of_parts": seconds, "failed": failed})
+        print(f"{part}: {time.monotonic() - began:.1f} s", flush=True)
+        write_json(out / f"{name}.json", rows, {**where, "failed": failed})
     print_table(name, rows)
     return 1 if failed else 0
 

@@ -1,7 +1,4 @@
-"""The models and prompts of the benchmarks: random weights in several shapes, a tokenizer of made-up words.
-
-Tiny models of many families are those of the tests, see tests/models.py.
-"""
+"""The models and prompts of the benchmarks: random weights in several shapes, a tokenizer of made-up words."""
 
 from __future__ import annotations
 
@@ -12,22 +9,13 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY, LARGE_VOCABULARY = 2048, 151_936
-SPECIAL_WORDS = ("<pad>", "<end>")
-_SPECIAL_IDS: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-
-
-def words() -> list[str]:
-    """Return as many made-up words as the vocabulary has entries, of three syllables each."""
-    syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
-    made_up = (a + b + c for a in syllables for b in syllables for c in syllables)
-    return [*SPECIAL_WORDS, *(next(made_up) for _ in range(VOCABULARY - len(SPECIAL_WORDS)))]
+WORDS = ["<pad>", "<end>", *(f"w{number}" for number in range(2, VOCABULARY))]
 
 
 def write_prompts(path: Path, num_words: tuple[int, int] = (24, 40)) -> None:
     """Write prompts of at least and at most so many words: of mixed length, as real ones are."""
     chance = random.Random(0)
-    vocabulary = words()[len(SPECIAL_WORDS) :]
-    texts = (" ".join(chance.choices(vocabulary, k=chance.randint(*num_words))) for _ in range(256))
+    texts = (" ".join(chance.choices(WORDS[2:], k=chance.randint(*num_words))) for _ in range(256))
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
 
 
@@ -35,8 +23,8 @@ def make_word_tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    pad, end = SPECIAL_WORDS
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words())}, unk_token=pad))
+    pad, end, *_ = WORDS
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token=pad))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=pad, eos_token=end, unk_token=pad, clean_up_tokenization_spaces=False
@@ -55,8 +43,9 @@ def save_random(
 
     logging.disable_progress_bar()
     torch.manual_seed(seed)
+    shape = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, **shape}
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**_SPECIAL_IDS, **shape}))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape))
     if change is not None:
         with torch.no_grad():
             change(model)
@@ -86,16 +75,11 @@ def write_model(folder: Path, mixture_of_experts: bool, tokenizer: Any = None, *
 _LOST = 1.7  # what a gated activation takes from the size of random numbers, once on each side of it
 
 
-def write_enlarged(
-    folder: Path, *, gates: float, experts: float, attention: float = 0.5, device: str = "cpu", **shape: Any
-) -> Path:
-    """Write a mixture of experts whose weights are enlarged, so that it matters where a token goes.
-
-    As transformers makes them, layers hardly add to what passes through them, and any expert does as well as another.
-    Enlarged, the experts of a layer add about `experts` where what passes through it has size 1. `gates` is about the
-    standard deviation of a gate's logits: flat (all chosen experts have about the same weight, and the next one missed
-    its place by little) or spread (the first few count, the last hardly).
-    """
+def write_enlarged(folder: Path, *, gates: float, experts: float, attention: float = 0.5, **shape: Any) -> Path:
+    """Write a mixture of experts whose weights are enlarged, so that it matters where a token goes: as transformers
+    makes them, any expert does as well as another. The experts of a layer add about `experts` where what passes through
+    it has size 1. `gates` is about the standard deviation of a gate's logits: flat (all chosen experts have about the
+    same weight) or spread (the first few count, the last hardly)."""
 
     def enlarge(model: Any) -> None:
         import torch
@@ -114,8 +98,7 @@ def write_enlarged(
             if "norm" not in name:
                 parameter.normal_(0.0, narrow)
 
-    fixed = {"head_dim": 32, "max_position_embeddings": 1024, "intermediate_size": 4 * shape["hidden_size"]}
-    return write_model(folder, True, device=device, change=enlarge, **{**fixed, **shape})
+    return write_model(folder, True, change=enlarge, **{"head_dim": 32, "max_position_embeddings": 1024, **shape})
 
 
 # The models of the benchmarks on a CUDA device
@@ -131,15 +114,7 @@ LARGE_SHAPES: dict[str, dict[str, Any]] = {
     "moe": {**_LARGE, "num_hidden_layers": 16, "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 8,
             "moe_intermediate_size": 384},
 }  # fmt: skip
-_QUICK = {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 4096, "intermediate_size": 512}
-
-
-def save_large(name: str, folder: Path, *, quick: bool = False) -> Path:
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = LARGE_SHAPES[name] | (_QUICK if quick else {})
-    return write_model(folder, name == "moe", device=device, dtype="bfloat16", **shape)
+QUICK_SHAPE = {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 4096, "intermediate_size": 512}
 
 
 # What models must read and compute

@@ -16,18 +16,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
-import torch
-
 from bench.contestants.practicum_grpo import config_of
 from bench.grpo_work import Job
 from bench.harness import Options, Outcome, Row, beside
 from bench.models import write_model, write_prompts
 from practicum import Trainer
 from practicum.controller import ray_cluster
-from practicum.demo.arithmetic import all_problems, write_problems
-from practicum.demo.run import NUM_HELD_OUT, WARM_UP_ACCURACY, WRONG_SHARE, demo_config
-from practicum.demo.warmup import warm_up
+from practicum.demo.arithmetic import make_model, make_tokenizer
+from practicum.demo.run import demo_config, prepare
 from practicum.loop.run_folder import read_metrics
+from practicum.models import save_model
 
 PEER = "staleness=0"
 PROMPTS, ANSWERS, NEW_TOKENS = 4, 2, 256
@@ -75,7 +73,7 @@ def run(options: Options) -> Outcome:
 
 
 def contest(folder: Path, placement: str, plan: Plan) -> tuple[Sides, float]:
-    """Return the runs, and how long the reward takes in them, which the first run measures before it begins."""
+    """Return the runs, and how long the reward takes in them: the first run measures that before it begins."""
     sides: dict[int, list[Run]] = {0: [], 1: []}
     delay_s = set_delay(folder, 0.0)
     for number in range(plan.num_rounds):
@@ -134,8 +132,7 @@ def best_ratio(placement: str, generation_s: float, reward_s: float, learning_s:
 
 
 def learn(folder: Path, plan: Plan, has_peer: bool, is_quick: bool) -> tuple[list[Row], dict[str, Any]]:
-    torch.set_num_threads(1)  # the model is too small to gain from more
-    write_demo(folder, until_accuracy=0.0 if is_quick else WARM_UP_ACCURACY)  # 0: it stops as soon as it may
+    write_demo(folder, warms_up=not is_quick)
     after = {}
     for staleness in (1, 0):
         run_dir = folder / f"learning-{staleness}"
@@ -150,12 +147,11 @@ def learn(folder: Path, plan: Plan, has_peer: bool, is_quick: bool) -> tuple[lis
     return rows, {"held_out_before": read_metrics(run_dir)[0]["validation/accuracy"], "steps": plan.learning_steps}
 
 
-def write_demo(folder: Path, until_accuracy: float) -> None:
-    """Write the demonstration's problems, and its model warmed up until that accuracy."""
-    train, held_out = all_problems(0, NUM_HELD_OUT)
-    write_problems(folder / "train.jsonl", train)
-    write_problems(folder / "held-out.jsonl", held_out)
-    warm_up(folder / "model", train, seed=0, until_accuracy=until_accuracy, wrong_share=WRONG_SHARE)
+def write_demo(folder: Path, *, warms_up: bool) -> None:
+    """Write the demonstration's problems and its model, warmed up or with random weights."""
+    if not warms_up:
+        save_model(make_model(seed=0), make_tokenizer(), folder / "model")
+    prepare(folder, ["resume=auto"])  # keeps a model that is there
 
 
 def steps_of(config: Any) -> Generator[Any]:
@@ -175,7 +171,6 @@ def write_work(folder: Path) -> None:
     small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
     write_model(folder / "work-model", mixture_of_experts=False, **small)
     write_prompts(folder / "prompts.jsonl")
-    set_delay(folder, 0.0)
     (folder / "grade.py").write_text(_GRADE.format(delay=str(folder / "delay")))
 
 

@@ -38,8 +38,7 @@ from practicum.types import Prompt, RoutedExperts, Sample, Score, route_dtype
 SHAPES = [(8, 2, 32), (64, 8, 16), (128, 8, 48), (256, 8, 58), (512, 10, 48)]  # experts, k, layers
 MEMORY = "memory, 1,024 samples of 16,384 tokens"
 IN_FLIGHT, SAMPLE_TOKENS, IN_FLIGHT_SHAPE = 1024, 16384, (128, 8, 48)
-KINDS = ("random", "Zipf")
-NUM_TIMED = 5
+KINDS, NUM_TIMED = ("random", "Zipf"), 5
 
 
 def run(options: Options) -> Outcome:
@@ -70,7 +69,16 @@ def size_rows(case: str, num_experts: int, k: int, num_layers: int, num_tokens: 
     found = []
     for kind in KINDS:
         experts = make_routes(num_tokens, num_layers, k, num_experts, skewed=kind == "Zipf")
-        code, encode_s, decode_s = timed(experts, num_experts)
+        encoding, decoding = [], []
+        for _ in range(NUM_TIMED):  # CPU seconds of this thread: one thread does all of it
+            began = time.thread_time()
+            code = encode_routes(experts, num_experts)
+            between = time.thread_time()
+            back = decode_routes(code, num_tokens, num_layers, k, num_experts)
+            decoding.append(time.thread_time() - between)
+            encoding.append(between - began)
+        if not np.array_equal(back, experts):
+            raise RuntimeError(f"routes of shape {experts.shape} come back different")
         plain = {
             "bound": num_layers * math.log2(math.comb(num_experts, k)) / 8,
             experts.dtype.name: num_layers * k * experts.itemsize,
@@ -78,25 +86,10 @@ def size_rows(case: str, num_experts: int, k: int, num_layers: int, num_tokens: 
         }
         size = len(code) / num_tokens
         found += [Row(case, f"bytes per token, {kind}", size, peer, name, "lower") for name, peer in plain.items()]
-        found.append(Row(case, f"encode, MB/s of {experts.dtype.name}, {kind}", experts.nbytes / encode_s / 1e6))
-        found.append(Row(case, f"decode, MB/s of {experts.dtype.name}, {kind}", experts.nbytes / decode_s / 1e6))
+        for what, times in (("encode", encoding), ("decode", decoding)):
+            rate = experts.nbytes / median(times) / 1e6
+            found.append(Row(case, f"{what}, MB/s of {experts.dtype.name}, {kind}", rate))
     return found
-
-
-def timed(experts: Ids, num_experts: int) -> tuple[bytes, float, float]:
-    """Return the code, and the CPU seconds of this thread for coding and reading it; one thread does all of it."""
-    num_tokens, num_layers, k = experts.shape
-    encoding, decoding = [], []
-    for _ in range(NUM_TIMED):
-        began = time.thread_time()
-        code = encode_routes(experts, num_experts)
-        between = time.thread_time()
-        back = decode_routes(code, num_tokens, num_layers, k, num_experts)
-        decoding.append(time.thread_time() - between)
-        encoding.append(between - began)
-    if not np.array_equal(back, experts):
-        raise RuntimeError(f"routes of shape {experts.shape} come back different")
-    return code, median(encoding), median(decoding)
 
 
 def make_routes(num_tokens: int, num_layers: int, k: int, num_experts: int, skewed: bool) -> Ids:
@@ -127,8 +120,7 @@ def memory_rows(num_tokens: int) -> list[Row]:
 # Damaged files
 
 HEADER = RecordingHeader("bench-moe", tuple(range(16)), 64, 8, "bench-tokenizer")
-NUM_SAMPLES = 24
-CHUNK_TOKENS = 120  # some three samples
+NUM_SAMPLES, CHUNK_TOKENS = 24, 120  # of which some three samples make a chunk
 Harmed = tuple[bytes, int, int]  # the file, and where the damage begins and ends
 
 

@@ -5,7 +5,7 @@
     cost update, 4 mini-batches   disabled against R2 and R3; here all of them compute old log-probs first
 
 With one mini-batch R2 alone computes old log-probs, for the sake of its record: a forward pass more, which is no cost
-of replay. The samples were written by the native engine. `python -m bench.replay_cost JOB MODE` is a contestant.
+of replay. `python -m bench.replay_cost JOB MODE` is a contestant.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ from bench.harness import Options, Outcome, Row
 from bench.models import VOCABULARY, write_model
 from bench.replay_exact import DISABLED, routes_of
 from bench.turns import Plan, Tally, alternate, cpu_environment, opened
-from practicum.controller import WorkerGroup
 from practicum.replay import coded
-from practicum.rollout.base import BaseRollout
 from practicum.train import ActorWorker
 from practicum.types import PromptGroup, Sample, SamplingParams
 from tests.train.actors import mini_batches
@@ -130,11 +128,11 @@ def open_side(job: Job, mode: str) -> Iterator[Callable[[str], dict[str, Any]]]:
     with ExitStack() as stack:
 
         @cache
-        def make_engine() -> BaseRollout:
+        def make_engine() -> Any:
             return stack.enter_context(work.native_engine(job.model, keep_routes=mode == "R3", **job.engine))
 
         @cache
-        def make_actor() -> tuple[WorkerGroup[ActorWorker], list[Sample]]:
+        def make_actor() -> tuple[Any, list[Sample]]:
             replay = work.replay_settings(mode, Path(job.folder))
             where: dict[str, Any] = {"device": job.device, "compute_dtype": job.dtype, "threads": job.threads}
             samples = job.read_samples()

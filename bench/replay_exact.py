@@ -151,9 +151,8 @@ def exact_rows(case: str, learner: Learner) -> list[Row]:
             parameter += CHANGE * parameter.std() * torch.randn_like(parameter)
     _, live = learner.forward(samples, packing=False)
 
-    def learnt(
-        *, packing: bool = False, between: Callable[[], Any] = lambda: None
-    ) -> tuple[dict[str, Tensor], list[RoutedExperts]]:
+    def learnt(packing: bool = False, between: Callable[[], Any] = lambda: None) -> tuple[Any, list[RoutedExperts]]:
+        """Return the gradients of a pass that replays, and the experts in it."""
         log_probs, replayed = learner.forward(samples, recorded, packing=packing, learns=True)
         between()
         return learner.backward(samples, log_probs), replayed

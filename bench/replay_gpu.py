@@ -28,7 +28,7 @@ FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 LARGE: dict[str, Any] = {
     "name": "1.6B", "shape": {**LARGE_SHAPES["moe"], "gates": 0.3, "experts": 1.0},
     "effect": {"num_samples": 32, "prompt_tokens": (64, 192), "new_tokens": 128},
-    "cost": {"num_samples": 32, "prompt_tokens": 128, "new_tokens": 128}, "num_warm": 2, "num_rounds": 5,
+    "cost": {"num_samples": 32, "prompt_tokens": 128, "new_tokens": 128}, "rounds": (2, 5),
 }  # fmt: skip
 SMALL: dict[str, Any] = {
     "name": "small",
@@ -36,7 +36,7 @@ SMALL: dict[str, Any] = {
               "num_experts_per_tok": 4, "vocab_size": 4096, "num_attention_heads": 2, "num_key_value_heads": 1,
               "gates": 0.3, "experts": 1.0},
     "effect": {"num_samples": 4, "prompt_tokens": (3, 9), "new_tokens": 5},
-    "cost": {"num_samples": 4, "prompt_tokens": 8, "new_tokens": 6}, "num_warm": 1, "num_rounds": 2,
+    "cost": {"num_samples": 4, "prompt_tokens": 8, "new_tokens": 6}, "rounds": (1, 2),
 }  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def cost_rows(job: Job, cases: Sequence[str], modes: Sequence[str], num_warm: in
     """One mode comes after the other: a process has room for one. Disabled is first and last, to show any drift."""
     job.make_samples()
     tallies: dict[str, dict[str, Tally]] = {case: {} for case in cases}
-    for mode in modes:
+    for mode in (DISABLED, *modes, DISABLED):
         free_memory()
         with open_side(job, mode) as take_step:
             for case, own in tallies.items():
@@ -58,11 +58,10 @@ def cost_rows(job: Job, cases: Sequence[str], modes: Sequence[str], num_warm: in
 
 def timed(take_step: Callable[[str], Any], case: str) -> Step:
     """Take a step, to the end of what it has set going on the device."""
-    wait: Callable[[], Any] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    wait()
     began = time.perf_counter()
     take_step(case)
-    wait()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return Step(time.perf_counter() - began, 1)
 
 
@@ -72,16 +71,13 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="a tiny model: does it run")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for replay_gpu.json")
     given = parser.parse_args()
-    device = torch.device(given.device)
-    work = SMALL if given.small else LARGE
+    device, work = torch.device(given.device), SMALL if given.small else LARGE
     where = environment("python -m bench.replay_gpu") | {"work": work}
     where["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     with tempfile.TemporaryDirectory(prefix="bench-replay-") as name:
-        folder = Path(name)
-        model = folder / "model"
+        folder, model = Path(name), Path(name) / "model"
         kind = {"vocabulary": work["shape"]["vocab_size"], "device": device.type, "dtype": "bfloat16"}
         job = Job(name, str(model), torch.get_num_threads(), **work["cost"], **kind)
-        rounds = {"num_warm": work["num_warm"], "num_rounds": work["num_rounds"]}
 
         def exact(family: str) -> list[Row]:
             return exact_rows(f"exact {family}", Learner(save_family(family, folder / family), device))
@@ -93,8 +89,8 @@ def main() -> int:
 
         parts: dict[str, Callable[[], list[Row]]] = {f"exact {family}": partial(exact, family) for family in FAMILIES}
         parts["effect"] = effect
-        parts["cost rollout"] = partial(cost_rows, job, [ROLLOUT], (DISABLED, "R3", DISABLED), **rounds)
-        parts["cost update"] = partial(cost_rows, job, [UPDATE, UPDATES], (DISABLED, "R3", "R2", DISABLED), **rounds)
+        parts["cost rollout"] = partial(cost_rows, job, [ROLLOUT], ["R3"], *work["rounds"])
+        parts["cost update"] = partial(cost_rows, job, [UPDATE, UPDATES], ["R3", "R2"], *work["rounds"])
         return run_parts("replay_gpu", parts, given.out, where)
 
 

@@ -4,7 +4,7 @@ contest   equal, mixed, different, shared; dense and moe   ours and the peers   
 alone     share of the matrix rate, log-probs, greedy      ours                                  a step each
 demo      the demonstration's training, its accuracy       rollout.engine=native and =hf         in turns
 weights   a version from trainer to engine, by channel     memcpy                                in turns
-promises  kill, update under load, conversation            ours; see rollout_promises.py         once
+promises  kill, update under load, conversation            ours                                  once
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class Sizes:
     num_new: int = 64
     num_looks: int = 5  # at what is checked of ours alone and depends on the machine
     demo_steps: int = 150  # in all; those that are timed are among the first
-    demo_accuracy: float = 0.3  # of its model before the training
     demo_backend: str = "ray"
     weights: tuple[int, int] = (500_000_000, 7)  # bytes, and rounds
     promised_tokens: int = 48  # of each answer of the replicas
@@ -65,7 +64,7 @@ FULL = Sizes(
 )
 QUICK = Sizes(
     Plan(warmup_steps=1, num_rounds=1, steps_per_turn=1), Plan(warmup_steps=1, num_rounds=1, steps_per_turn=2),
-    num_prompts=8, num_new=8, num_looks=1, demo_steps=4, demo_accuracy=0.0, weights=(20_000_000, 2), promised_tokens=16,
+    num_prompts=8, num_new=8, num_looks=1, demo_steps=4, weights=(20_000_000, 2), promised_tokens=16,
     demo_backend="local",  # starting Ray twice takes too long for a quick run
     # They get ready all at once: threads that spin while they wait for each other would take the cores from the others.
     end_s=0.3, environment={"OMP_WAIT_POLICY": "passive"},
@@ -101,11 +100,9 @@ def peer_commands(asked: str | None) -> tuple[dict[str, list[str]], list[str]]:
     """Return the peers' programs, and the peers that are not installed and left out. One asked for must be."""
     commands, missing = {}, []
     for name in asked_peers(asked, PEERS):
-        if name not in IN_ENVIRONMENTS_OF_THEIR_OWN:
-            commands[name] = [sys.executable, "-m", "bench.peers.hf_rollout"]
-            continue
         try:
-            commands[name] = [Peer(name).python, "-m", f"bench.peers.{name}_rollout"]
+            python = Peer(name).python if name in IN_ENVIRONMENTS_OF_THEIR_OWN else sys.executable
+            commands[name] = [python, "-m", "bench.peers.rollout"]
         except UsageError as error:
             if asked is not None:
                 raise
@@ -153,7 +150,7 @@ def contest(
 
 def demo(sizes: Sizes, folder: Path) -> Outcome:
     """Measure each engine's speed, and its accuracy on held-out problems when it has trained to the end."""
-    write_demo(folder, sizes.demo_accuracy)
+    write_demo(folder, warms_up=sizes is FULL)
     program = [sys.executable, "-m", "bench.contestants.practicum_grpo", "demo", str(folder)]
     alike = [
         f"controller.backend={sizes.demo_backend}", f"trainer.steps={sizes.demo_steps}",
@@ -165,8 +162,7 @@ def demo(sizes: Sizes, folder: Path) -> Outcome:
     with opened(commands, folder, sizes.environment, sizes.end_s) as contestants:
         tallies = alternate(contestants, sizes.demo)
         accuracy = {one.name: one.go(1, sizes.demo.turn_s, "accuracy")[0].amount for one in contestants}
-    share = round(tallies["native"].others_share, 3)
-    return Outcome(demo_rows(tallies, accuracy), {"demo_cpu_share_of_others": share})
+    return Outcome(demo_rows(tallies, accuracy), {"demo_cpu_share_of_others": round(tallies["hf"].others_share, 3)})
 
 
 def demo_rows(tallies: Mapping[str, Tally], accuracy: Mapping[str, float]) -> list[Row]:
@@ -184,10 +180,8 @@ def demo_rows(tallies: Mapping[str, Tally], accuracy: Mapping[str, float]) -> li
 # The clock runs from the order to send until the last tensor is copied into the engine's own memory. CPU time is that
 # of both processes together. Channels and memcpy take turns, so that all see the same machine.
 
-CHANNELS = ("shm", "collective", "disk")
-MEMCPY = "memcpy"
-NUM_TENSORS = 100
-PATIENCE_S = 120.0
+CHANNELS, MEMCPY = ("shm", "collective", "disk"), "memcpy"
+NUM_TENSORS, PATIENCE_S = 100, 120.0
 
 
 def weights(num_bytes: int, num_rounds: int) -> Outcome:
@@ -250,8 +244,8 @@ def used_s(trainer: TrainerProcess | None) -> float:
 
 
 def promises(names: Sequence[str], sizes: Sizes, folder: Path) -> Outcome:
-    words = [str(folder), str(sizes.promised_tokens), str(NUM_TURNS)]
-    commands = {"promises": [sys.executable, "-m", "bench.rollout_promises", *words]}
+    words = ["promises", str(folder), str(sizes.promised_tokens), str(NUM_TURNS)]
+    commands = {"promises": [sys.executable, "-m", "bench.rollout_ours", *words]}
     with opened(commands, folder, sizes.environment, sizes.end_s) as (one,):
         one.ready(sizes.plan.start_s)
         counts = {name: one.go(1, sizes.plan.turn_s, name)[0].parts for name in names}

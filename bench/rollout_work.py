@@ -1,7 +1,4 @@
-"""The work of the contestants in the `rollout` benchmark: which prompts, how long the answers, how they are counted.
-
-Imported in the environments of all peers, so it needs nothing but the standard library.
-"""
+"""The work of all sides of the `rollout` benchmark. Imported in the environments of all: standard library only."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
     alternate ─ go ─▶ ours ─ steps ─▶ alternate ─ go ─▶ peer ─ steps ─▶ alternate ...
 
-A contestant is a process that speaks JSON lines (see contestant.py). All are started and warmed up first; then they
-take turns, in swapped order each round, so that a noisy machine is noisy for both. A contestant whose turn it is not is
-frozen (SIGSTOP): the heartbeats of an idle cluster would cost the other side some percent.
+A contestant is a process that speaks JSON lines (see contestant.py). The order swaps every round, so that a noisy
+machine is noisy for both. Whose turn it is not is frozen (SIGSTOP): the heartbeats of an idle cluster would cost the
+other side some percent.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import psutil
 
 from bench.harness import ROOT, BenchError, ContestantError, UsageError
 
+Env = Mapping[str, str] | None
 PEERS = ROOT / "bench" / "peers"
 TAIL_LINES = 30
 PORTS = range(20000, 30000)
@@ -42,12 +43,9 @@ class Program:
     talks = False  # by lines on standard input and output: the shell then wakes it, and it finds its input closed
     end_s = 1.0
 
-    def __init__(
-        self, name: str, command: Sequence[str], log_dir: Path, env: Mapping[str, str] | None = None,
-        end_s: float | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, name: str, command: Sequence[str], log_dir: Path, env: Env = None, end_s: float = 0.0) -> None:
         self.name = name
-        self.end_s = self.end_s if end_s is None else end_s
+        self.end_s = end_s or self.end_s
         self._command = list(command)
         self._log = log_dir / f"{name}.log"
         self._env = {**os.environ, **(env or {})}
@@ -272,11 +270,12 @@ class Contestant(Program):
             raise self.failure(f"sent {line.strip()[:200]!r} where {key!r} was due") from None
 
 
+Commands = Mapping[str, Sequence[str]]  # by the names of contestants
+
+
 @contextmanager
-def opened(
-    commands: Mapping[str, Sequence[str]], folder: Path, env: Mapping[str, str] | None = None, end_s: float = 20.0
-) -> Iterator[list[Contestant]]:
-    """Start contestants of these names. They are dismissed together at the end of the `with` block."""
+def opened(commands: Commands, folder: Path, env: Env = None, end_s: float = 0.0) -> Iterator[list[Contestant]]:
+    """Start contestants. They are dismissed together at the end of the `with` block."""
     with ExitStack() as stack:
         everyone = [stack.enter_context(Contestant(name, it, folder, env, end_s)) for name, it in commands.items()]
         yield everyone
@@ -314,8 +313,7 @@ Round = dict[str, Tally]  # a turn of each contestant
 def alternate(contestants: Sequence[Contestant], plan: Plan, case: str | None = None) -> dict[str, Tally]:
     """Let contestants take turns, at one case where they have several; return their tallies by name. The steps of the
     warm-up are not in them."""
-    if case is not None:
-        print(f"{case}:", file=sys.stderr, flush=True)
+    print(f"{case or 'turns'}:", file=sys.stderr, flush=True)
     versions = {contestant.name: contestant.ready(plan.start_s) for contestant in contestants}
     for contestant in contestants if plan.warmup_steps else ():
         contestant.go(plan.warmup_steps, plan.start_s, case)

@@ -20,11 +20,9 @@ from practicum.types import Prompt, PromptGroup, Sample, SamplingParams
 from tests.samples import make_sample
 from tests.train import actors
 
-# What engines write
 
-
-def group_of(number: int, ids: Iterable[int] | NDArray[np.int32], params: SamplingParams, seed: int) -> PromptGroup:
-    return PromptGroup(f"1/{number}", Prompt(str(number), text="made up"), np.array(ids, np.int32), params, seed)
+def group_of(seed: int, ids: Iterable[int] | NDArray[np.int32], params: SamplingParams) -> PromptGroup:
+    return PromptGroup(f"1/{seed}", Prompt(str(seed), text="made up"), np.array(ids, np.int32), params, seed)
 
 
 def groups_of(
@@ -33,7 +31,7 @@ def groups_of(
     """Return groups whose prompts have random tokens, between two lengths."""
     random = np.random.default_rng(seed)
     lengths = random.integers(prompt_tokens[0], prompt_tokens[1] + 1, num)
-    return [group_of(i, random.integers(2, vocabulary, n), params, seed + i) for i, n in enumerate(lengths)]
+    return [group_of(seed + i, random.integers(2, vocabulary, n), params) for i, n in enumerate(lengths)]
 
 
 @contextmanager
@@ -49,9 +47,6 @@ def native_engine(model: Path | str, *, device: str = "cpu", **options: Any) -> 
 
 def written(engine: BaseRollout, groups: Sequence[PromptGroup]) -> list[Sample]:
     return [sample for group in engine.generate_all(groups) for sample in group.samples]
-
-
-# What actors learn from
 
 
 def made_samples(lengths: Sequence[tuple[int, int]], vocabulary: int = 16) -> list[Sample]:

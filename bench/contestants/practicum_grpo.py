@@ -1,8 +1,5 @@
-"""Ours in the `grpo` benchmark: the loop as a user would run it, on Ray, with default settings.
-
-`demo FOLDER OVERRIDE...` is the demonstration's training in the `rollout` benchmark instead. Asked for the case
-`accuracy`, it trains to the end and answers with what it then has on the held-out problems.
-"""
+"""Ours in the `grpo` benchmark: the loop as a user would run it, on Ray, with default settings. `demo FOLDER
+OVERRIDE...` is the demonstration's training in the `rollout` benchmark; its case `accuracy` trains to the end."""
 
 from __future__ import annotations
 
@@ -46,18 +43,16 @@ def config_of(job: Job, overrides: Sequence[str] = ()) -> Any:
 def watch_device() -> list[float]:
     """Return a list that grows 20 times a second by the share of time in which no kernel ran on the device, by what its
     driver says. It stays empty where there is no nvidia-ml-py."""
+    import torch
+
     seen: list[float] = []
+
+    def look() -> None:
+        while True:
+            seen.append(1 - torch.cuda.utilization(0) / 100)
+            time.sleep(0.05)
+
     if find_spec("pynvml") is not None:
-        import pynvml  # type: ignore[import-not-found]
-
-        pynvml.nvmlInit()
-        device = pynvml.nvmlDeviceGetHandleByIndex(0)
-
-        def look() -> None:
-            while True:
-                seen.append(1 - pynvml.nvmlDeviceGetUtilizationRates(device).gpu / 100)
-                time.sleep(0.05)
-
         threading.Thread(target=look, daemon=True).start()
     return seen
 
@@ -67,8 +62,8 @@ def main() -> None:
     from practicum import Trainer
     from practicum.demo.run import demo_config
 
-    is_demo = sys.argv[1] == "demo"
-    config = demo_config(Path(sys.argv[2]), sys.argv[3:]) if is_demo else config_of(Job.parse(sys.argv[1]))
+    what, *rest = sys.argv[1:]
+    config = demo_config(Path(rest[0]), rest[1:]) if what == "demo" else config_of(Job.parse(what))
     answers_per_step = config.data.prompts_per_step * config.rollout.answers_per_prompt
     idle = watch_device() if config.trainer.device == "cuda" else []
     with closing(cast(Generator[Any], Trainer(config).steps())) as reports:

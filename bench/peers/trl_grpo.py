@@ -1,7 +1,4 @@
-"""TRL in the `grpo` benchmark: its GRPOTrainer with transformers' generation, set to do what ours does.
-
-Runs in the environment that trl.sh makes.
-"""
+"""TRL in the `grpo` benchmark, in the environment that trl.sh makes: its GRPOTrainer, set to do what ours does."""
 
 from __future__ import annotations
 
@@ -48,10 +45,7 @@ class InTurns(TrainerCallback):
 
     def __init__(self, line: Line) -> None:
         self._line = line
-        self._steps: list[dict[str, Any]] = []
-        self._due, self._start = 0, 0.0
-        self.num_tokens = 0
-        self.rollout_s = 0.0
+        self._begin()
 
     def grade(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
         self.num_tokens += sum(map(len, completion_ids))
@@ -60,22 +54,23 @@ class InTurns(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._line.ready(["trl", "torch", "transformers", "accelerate"])
         self._wait(control)
+        self._begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         seconds = time.perf_counter() - self._start
         self._steps.append(step(seconds, self.num_tokens, rollout=self.rollout_s, update=seconds - self.rollout_s))
-        self.num_tokens, self.rollout_s = 0, 0.0
         if len(self._steps) == self._due:
             self._line.answer(self._steps)
             self._wait(control)
-        else:
-            self._start = time.perf_counter()
+        self._begin()
 
     def _wait(self, control: Any) -> None:
-        self._steps = []
+        self._steps: list[dict[str, Any]] = []
         self._due, _ = self._line.wait_for_go()
         control.should_training_stop = self._due == 0
-        self._start = time.perf_counter()
+
+    def _begin(self) -> None:
+        self.num_tokens, self.rollout_s, self._start = 0, 0.0, time.perf_counter()
 
 
 def main() -> None:

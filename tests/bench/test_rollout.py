@@ -19,9 +19,8 @@ from bench.contestant import Line
 from bench.grpo import rate_rows
 from bench.harness import Options, UsageError
 from bench.models import VOCABULARY, write_model
-from bench.peers.hf_rollout import continuous_batching, generate, load
-from bench.rollout_ours import native, samples_of
-from bench.rollout_promises import talk
+from bench.peers.rollout import continuous_batching, generate, load
+from bench.rollout_ours import native, samples_of, talk
 from bench.rollout_work import DENSE, MOE, Case, Job, make_cases, one_step, take_steps
 from bench.turns import Contestant, Plan, Step, Tally, alternate
 from bench.work import native_engine

@@ -178,6 +178,51 @@ def test_a_cluster_that_is_not_there_is_named() -> None:
     assert "ResourceError: could not join the Ray cluster at '127.0.0.1:1'" in run.stderr
 
 
+HEAD = """
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80 * 1024 * 1024})
+print(cluster.address, flush=True)
+input()
+cluster.shutdown()
+"""
+JOINED = """
+import sys
+from practicum.controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, ray_cluster
+class Counter(Worker):
+    def add(self, values): return sum(values) + self.rank
+with ray_cluster(sys.argv[1]), RayResourcePool([1]) as pool:
+    print(RayWorkerGroup(pool, RayClassWithInitArgs(Counter)).execute_all(Counter.add, [1, 2]))
+"""
+
+
+@pytest.mark.slow
+def test_a_cluster_without_tokens_is_shown_none(tmp_path: Path) -> None:
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("a" * 64)  # of another cluster of this machine
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    head = subprocess.Popen(
+        [sys.executable, "-c", HEAD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**plain, "RAY_AUTH_MODE": "disabled"},
+    )
+    try:
+        assert head.stdout is not None
+        address = next(line for line in head.stdout if ":" in line).split()[-1]
+
+        def join(**env: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-c", JOINED, address]
+            return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**plain, **env})
+
+        found = join(HOME=str(tmp_path))
+        assert found.stdout == "[3]\n", found.stderr
+        refused = join(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="b" * 64).stderr.splitlines()[-1]
+        assert "RAY_AUTH_MODE=token here, and that cluster was started without tokens" in refused
+    finally:
+        head.communicate("\n", timeout=60)
+
+
 def test_processes_fill_as_few_nodes_as_they_can(ray_session: None) -> None:
     (node,) = living_nodes()
     cpus = int(ray.cluster_resources()["CPU"])

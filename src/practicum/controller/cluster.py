@@ -37,7 +37,7 @@ def ray_cluster(address: str | None = None, *, show_output: bool = False) -> Ite
     address = address or os.environ.get("RAY_ADDRESS")
     if address:
         _refuse_if_nobody_answers(address)
-        _show_own_token(address)
+        _agree_on_token(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # The first failure of a call is raised to the caller; the same failure on other ranks need not be printed as well.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
@@ -59,7 +59,11 @@ def ray_cluster(address: str | None = None, *, show_output: bool = False) -> Ite
                 )
         except (ConnectionError, RuntimeError, ValueError) as error:
             where = f"join the Ray cluster at {address!r}" if address else "start Ray on this machine"
-            token = " If it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN." if address else ""
+            token = ""
+            if address:
+                token = (
+                    " If it asks for a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the one it started with."
+                )
             raise ResourceError(f"could not {where}: {error}.{token}") from error
         if all_started:
             _started_here.add(cluster_id())
@@ -144,6 +148,41 @@ def _own_signal_handlers() -> Iterator[None]:
             signal.signal(number, handler)
         if interrupts:
             signal.raise_signal(signal.SIGINT)
+
+
+def _agree_on_token(address: str) -> None:
+    """Show a token if the cluster asks for one; else a token is refused: the cluster's processes have none to show to
+    this driver, and Ray would only say that its actors have died."""
+    asks, mode = _asks_for_token(address), os.environ.get("RAY_AUTH_MODE", "").lower()
+    if asks is False and mode == "token":
+        raise ResourceError(
+            f"could not join the Ray cluster at {address!r}: RAY_AUTH_MODE=token here, and that cluster was started "
+            "without tokens. Set RAY_AUTH_MODE=disabled, or start the cluster with RAY_AUTH_MODE=token and the same "
+            "RAY_AUTH_TOKEN on every machine."
+        )
+    if asks and mode == "disabled":
+        raise ResourceError(
+            f"could not join the Ray cluster at {address!r}: it asks for a token, and RAY_AUTH_MODE=disabled here. Set "
+            "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the one it started with."
+        )
+    if asks is not False:
+        _show_own_token(address)
+
+
+def _asks_for_token(address: str) -> bool | None:
+    """Return whether a cluster asks for a token; None if that is not known."""
+    if not address.rpartition(":")[2].isdigit() or "/" in address:
+        return None
+    try:
+        import grpc
+    except ImportError:
+        return None
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")(b"", timeout=5.0)
+        except grpc.RpcError as error:
+            return True if error.code() is grpc.StatusCode.UNAUTHENTICATED else None
+    return False
 
 
 def _show_own_token(address: str) -> None:

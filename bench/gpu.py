@@ -127,7 +127,7 @@ def engine_rows(device: Device, case: str) -> list[Row]:
 
         def seconds(num: int, prompt: int, new: int) -> float:
             work.written(engine, groups(num, prompt, new, 99))  # graphs are recorded, kernels are built
-            made = [groups(num, prompt, new, seed) for seed in range(1 if device.quick else 2)]
+            made = [groups(num, prompt, new, seed) for seed in range(1 if device.quick else 3)]
             return median(timed(partial(work.written, engine, asked)) for asked in made)
 
         for num, prompt, new in sizes:

@@ -40,9 +40,11 @@ class ScriptedEngine(BaseRollout):
         self.num_tokens = 0
         self.routes = False
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        self.is_awake = True
 
-    async def release(self) -> None: ...
+    async def release(self) -> None:
+        self.is_awake = False
 
     async def update_weights(self, update: WeightUpdate) -> None:
         assert not self._tasks

@@ -58,6 +58,7 @@ class Learner:
             learnt, lr=settings.lr, weight_decay=settings.weight_decay, fused=mesh.device_type == "cuda"
         )
         self._mesh = mesh
+        self._weights: Tensor | None = None  # sums of squares by parameter, once they are known
         self.num_updates = 0
 
     def step(self, step: int) -> UpdateSize:
@@ -74,13 +75,16 @@ class Learner:
                 f"or log-probs out of all measure, and in metrics.jsonl for steps with {self._role}/update_ratio above "
                 "1, whose checkpoints are spoilt."
             )
-        before = self._sums_of_squares(_shard)
+        before = self._weights if self._weights is not None else self._sums_of_squares(_shard)
         self._optimizer.step()
         self.num_updates += 1
-        change, after = (self._sums_of_squares(of) for of in (self._change, _shard))
+        change, after = self._sums_of_squares(self._change), self._sums_of_squares(_shard)
         self._optimizer.zero_grad()
-        if not after.isfinite().all():
-            raise self._not_finite(step, after)
+        if not after.isfinite().all():  # squares of large weights are infinite in float32
+            after = self._sums_of_squares(lambda own: _shard(own).double())
+            if not after.isfinite().all():
+                raise self._not_finite(step, after)
+        self._weights = after
         ratio = (change.sum() / before.sum()).sqrt()
         return UpdateSize(norm.item(), settings.lr * factor, ratio.item())
 
@@ -88,27 +92,28 @@ class Learner:
         return [(name, own) for name, own in self._root.named_parameters() if own.requires_grad]
 
     def _sums_of_squares(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> Tensor:
-        """Return the sum of squares for each learnt parameter over all ranks, in float64: squares of float32 cannot
-        overflow in it. `tensor_of` returns this rank's tensor, None for zeros."""
+        """Return the sum of squares for each learnt parameter over all ranks, in float64. `tensor_of` returns this
+        rank's tensor, None for zeros."""
         tensors = [tensor_of(own) for _, own in self._learnt()]
-        zero = torch.zeros((), dtype=torch.float64, device=self._mesh.device_type)
-        norms = [zero if own is None else torch.linalg.vector_norm(own, dtype=torch.float64) for own in tensors]
-        sums = torch.stack(norms).square()
+        zero = torch.zeros((), device=self._mesh.device_type)
+        norms = [zero if own is None else torch.linalg.vector_norm(own) for own in tensors]
+        sums = torch.stack([norm.double() for norm in norms]).square()
         if self._mesh.size() > 1:
             dist.all_reduce(sums, group=self._mesh.get_group())
         return sums
 
     def _change(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return by how much AdamW has just changed a parameter, from its moments, without weight decay: no copy of
-        the weights from before is needed."""
+        """Return the norm of what AdamW has just changed of a parameter, from its moments, without weight decay: no
+        copy of the weights from before is needed."""
         if parameter.grad is None:
             return None
         group, state = self._optimizer.param_groups[0], self._optimizer.state[parameter]
-        first, second = group["betas"]
-        change = _shard(state["exp_avg_sq"]).sqrt()
-        change.div_((1 - second ** state["step"]).sqrt()).add_(group["eps"])
+        (first, second), num = group["betas"], float(state["step"])
+        unbiased = math.sqrt(1 - second**num)
+        change = _shard(state["exp_avg_sq"]).sqrt().add_(group["eps"] * unbiased)
         torch.div(_shard(state["exp_avg"]), change, out=change)
-        return change.double().mul_(group["lr"] / (1 - first ** state["step"]))
+        norm: Tensor = torch.linalg.vector_norm(change).double()
+        return norm.mul(group["lr"] * unbiased / (1 - first**num))
 
     def _not_finite(self, step: int, sums: Tensor) -> TrainingError:
         names = [name for name, _ in self._learnt()]
@@ -125,6 +130,7 @@ class Learner:
 
     def load(self, folder: Path, rank: int) -> None:
         self.num_updates = load_training_state(self._root, self._optimizer, folder, rank)
+        self._weights = None
         for group in self._optimizer.param_groups:  # it came with the one of before, and may have been changed
             group["weight_decay"] = self._settings.weight_decay
 

@@ -20,7 +20,7 @@ demo: setup
 	$(BIN)/practicum demo
 
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Before each commit: what needs neither Ray nor a whole run.
 test-fast: setup

@@ -46,7 +46,7 @@ def test_no_process_survives_the_driver(how: signal.Signals) -> None:
     assert started
     driver.send_signal(how)
     driver.wait(30)
-    assert not psutil.wait_procs(started, timeout=20)[1]
+    assert not psutil.wait_procs(started, timeout=60)[1]
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_nor_a_driver_killed_while_ray_starts(delay_s: float) -> None:
     started = psutil.Process(driver.pid).children(recursive=True)
     driver.kill()
     driver.wait(30)
-    assert not psutil.wait_procs(started, timeout=20)[1]
+    assert not psutil.wait_procs(started, timeout=60)[1]
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ group.shutdown()
     replies, pids = run.stdout.splitlines()
     assert replies == "[6, 7]"
     left = [psutil.Process(int(pid)) for pid in pids.split() if psutil.pid_exists(int(pid))]
-    assert not psutil.wait_procs(left, timeout=20)[1]
+    assert not psutil.wait_procs(left, timeout=60)[1]
 
 
 @pytest.mark.slow

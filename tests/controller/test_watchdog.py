@@ -35,6 +35,6 @@ def test_what_the_driver_leaves_behind_is_ended(ending: str, before_ending: str)
     left_behind = [child, *child.children()]
     assert len(left_behind) == 2
     driver.wait(10)
-    assert not psutil.wait_procs(left_behind, timeout=10)[1]
+    assert not psutil.wait_procs(left_behind, timeout=60)[1]
     assert from_before.is_running()  # none of our business
     from_before.kill()

@@ -132,7 +132,11 @@ ATTACKS = [
     Attack("stops itself", "os.kill(os.getpid(), signal.SIGSTOP)", ("timeout",)),
     Attack("output", "while True: print('x' * 1000)", ("output",)),
     Attack("error output", "while True: os.write(2, b'x' * 1000)", ("output",)),
-    Attack("deep recursion", "sys.setrecursionlimit(10**9)\ndef f(): f()\nf()", ("exited", "signalled", "memory")),
+    Attack(
+        "deep recursion",
+        "sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+        ("exited", "signalled", "memory", "timeout"),
+    ),
     Attack("segfault", "ctypes.string_at(0)", ("signalled",)),
     Attack("smashed memory", "ctypes.memset(ctypes.create_string_buffer(8), 65, 1 << 24)", ("signalled",)),
     Attack("mount", "attempt(call, 'mount', b'tmpfs', b'/box', b'tmpfs', 0, None)"),

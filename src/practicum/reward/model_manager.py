@@ -193,6 +193,7 @@ class RewardModelManager:
 
     async def _replace(self, replica: PlacedReplica) -> None:
         """Start a replica again in the middle of the work: the others take its requests until it is back."""
+        await self._unlist(replica)  # first: Ray takes seconds to kill a process that hangs
         await replica.end()
         await self._bring_up(replica)
         if not replica.problem:
